@@ -1,0 +1,1 @@
+"""Text -> token windows -> statistics of what each Linear receives."""

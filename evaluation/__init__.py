@@ -1,0 +1,1 @@
+"""Perplexity and divergence of a model, quantized or not."""

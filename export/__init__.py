@@ -1,0 +1,1 @@
+"""Codes, scales and zeros <-> checkpoint files."""

@@ -1,0 +1,1 @@
+"""GPTQ and GPTAQ quantization of language models."""

@@ -1,0 +1,63 @@
+"""Every error that gptqkit raises on purpose.
+
+GptqkitError
+├── ConfigError (ValueError)             a setting, or a combination of settings, that cannot be
+├── CalibrationError (ValueError)        text or tokens that cannot be used
+├── DatasetUnavailableError (OSError)    a data set or model that could not be fetched or found
+├── ArchitectureError (TypeError)        a model whose blocks or modules cannot be quantized as asked
+├── ShapeError (ValueError)              tensors whose shapes or ranges do not fit together
+├── NonFiniteError (ArithmeticError)     NaN or infinity in activations or weights
+├── SingularHessianError (ArithmeticError)   not positive definite at the largest damping allowed
+├── CheckpointError (ValueError)         files that are damaged, contradictory or of an unknown format
+├── ConversionError (ValueError)         a checkpoint that the target format cannot hold
+├── OutputExistsError (FileExistsError)  the target of a write is there already
+└── BackendError (RuntimeError)          a kernel backend that cannot serve a layer
+"""
+
+
+class GptqkitError(Exception):
+    """Base of every error that gptqkit raises on purpose."""
+
+
+class ConfigError(GptqkitError, ValueError):
+    """A setting, or a combination of settings, that cannot be."""
+
+
+class CalibrationError(GptqkitError, ValueError):
+    """Text or tokens that cannot be used."""
+
+
+class DatasetUnavailableError(GptqkitError, OSError):
+    """A data set or a model that could not be fetched or found."""
+
+
+class ArchitectureError(GptqkitError, TypeError):
+    """A model whose blocks or modules cannot be quantized as asked."""
+
+
+class ShapeError(GptqkitError, ValueError):
+    """Tensors whose shapes or ranges do not fit together."""
+
+
+class NonFiniteError(GptqkitError, ArithmeticError):
+    """NaN or infinity in activations or weights."""
+
+
+class SingularHessianError(GptqkitError, ArithmeticError):
+    """A Hessian that is not positive definite at the largest damping allowed."""
+
+
+class CheckpointError(GptqkitError, ValueError):
+    """Checkpoint files that are damaged, contradictory or of an unknown format."""
+
+
+class ConversionError(GptqkitError, ValueError):
+    """A checkpoint that the target format cannot hold."""
+
+
+class OutputExistsError(GptqkitError, FileExistsError):
+    """The target of a write is there already."""
+
+
+class BackendError(GptqkitError, RuntimeError):
+    """A kernel backend that cannot serve a layer."""
