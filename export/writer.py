@@ -8,7 +8,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -20,6 +19,7 @@ from .card import model_card
 from .gptq import to_tensors
 from .quantization_config import quantization_json
 from .reader import open_checkpoint
+from .shards import same_bits
 from .staging import staged
 
 MAX_SHARD_BYTES = 4 << 30
@@ -205,11 +205,15 @@ def _part(number: int) -> str:
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Write one file and return its names. Clones let go of storage that a tensor shares with others."""
+    """Write one file and return its names. Clones let go of memory that a tensor shares with others."""
     ready = {}
+    seen: set[int] = set()
     for name, tensor in tensors.items():
         own = tensor.detach().cpu().contiguous()
-        ready[name] = own if own.untyped_storage().nbytes() == own.nbytes else own.clone()
+        if own.untyped_storage().nbytes() != own.nbytes or own.data_ptr() in seen:
+            own = own.clone()
+        seen.add(own.data_ptr())
+        ready[name] = own
     try:
         save_file(ready, path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -225,16 +229,8 @@ def _verify(directory: Path, weights: Mapping[str, QuantizedWeight], other_tenso
     for name, weight in weights.items():
         found = checkpoint.quantized_weight(name)
         for part in ("codes", "scale", "zero", "group_index"):
-            if not _same_bits(getattr(found, part), getattr(weight, part)):
+            if not same_bits(getattr(found, part), getattr(weight, part)):
                 raise CheckpointError(f"the {part} of {name} reads back differently; disk or memory is faulty")
     for name, tensor in other_tensors.items():
-        if not _same_bits(checkpoint.tensor(name), tensor):
+        if not same_bits(checkpoint.tensor(name), tensor):
             raise CheckpointError(f"{name} reads back differently; disk or memory is faulty")
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors hold the same bits: NaN equals itself, and 0 differs from -0."""
-    right = right.detach().cpu()
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    return torch.equal(left.contiguous().flatten().view(torch.uint8), right.contiguous().flatten().view(torch.uint8))

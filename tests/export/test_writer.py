@@ -311,6 +311,14 @@ def test_views_are_written_without_what_surrounds_them(material: Make, tmp_path:
         assert torch.equal(checkpoint.tensor(name), made.other_tensors[name])
 
 
+def test_modules_may_share_a_group_index(material: Make, tmp_path: Path) -> None:
+    made = material()
+    name = "model.layers.0.self_attn.q_proj"
+    made.weights["model.layers.0.self_attn.k_proj"] = made.weights[name]
+    checkpoint = open_checkpoint(made.write(tmp_path / "out"))
+    assert torch.equal(checkpoint.layer("model.layers.0.self_attn.k_proj")["g_idx"], made.weights[name].group_index)
+
+
 def test_inputs_are_not_modified(material: Make, tmp_path: Path) -> None:
     made = material()
     model_config, report = json.dumps(made.model_config), json.dumps(made.report)
