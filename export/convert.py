@@ -107,18 +107,23 @@ def _update_json(directory: Path, format: Format) -> None:  # noqa: A002
     """Name the new format wherever a config names the old one."""
     quantization: dict[str, Any] = {}
     config = read_json(directory / "config.json")
-    if "quantization_config" in config:
+    if isinstance(config.get("quantization_config"), dict):
         quantization = _with_format(config["quantization_config"], format)
         write_json(directory / "config.json", {**config, "quantization_config": quantization})
     if (directory / "quantize_config.json").exists():
         quantization = _with_format(read_json(directory / "quantize_config.json"), format)
         write_json(directory / "quantize_config.json", quantization)
-    if (directory / REPORT).exists() and "gptqkit" in (quantization.get("meta") or {}):
+    meta = quantization.get("meta")
+    if (directory / REPORT).exists() and isinstance(meta, dict) and "gptqkit" in meta:
         report = read_json(directory / REPORT)
         if isinstance(report.get("config"), dict):
             report["config"]["format"] = format
         write_json(directory / REPORT, report)
-        (directory / "README.md").write_text(model_card(report, quantization), encoding="utf-8", newline="\n")
+        try:
+            card = model_card(report, quantization)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{REPORT} is damaged ({error!r}); delete it, it is not needed") from error
+        (directory / "README.md").write_text(card, encoding="utf-8", newline="\n")
 
 
 def _with_format(quantization: dict[str, Any], format: Format) -> dict[str, Any]:  # noqa: A002

@@ -141,10 +141,13 @@ def _against_transformers(checkpoint: Checkpoint) -> Iterator[str]:
     if outside := _outside_blocks(checkpoint):
         yield f"leaves the quantized {', '.join(outside)} at random values"
     skipped = skipped_modules(checkpoint.layers, _matrices(checkpoint))
-    listed = checkpoint.quantization_config.get("modules_in_block_to_quantize")
+    groups = checkpoint.quantization_config.get("modules_in_block_to_quantize")
+    if not isinstance(groups, list):
+        groups = []
+    listed = {str(inner) for group in groups if isinstance(group, list) for inner in group}
     if skipped and not listed:
         yield "needs modules_in_block_to_quantize in the config, because some modules are not quantized"
-    elif any(name.endswith(f".{inner}") for name in skipped for part in listed or [] for inner in part):
+    elif any(name.endswith(f".{inner}") for name in skipped for inner in listed):
         yield "cannot leave a module in floating point in some blocks and quantize it in others"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -104,13 +105,22 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def public_report(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The report with the last part of local paths in place of the paths: they are nobody else's business."""
+    """The report for a published file: without local paths, and with None for numbers that JSON cannot hold."""
+    report = _finite(report)
     measured = [{**row, "dataset": _public_name(row["dataset"])} for row in report.get("perplexity") or []]
     return {
         **report,
         **({"model": _public_name(report["model"])} if report.get("model") else {}),
         **({"perplexity": measured} if measured else {}),
     }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _public_name(name: object) -> str:

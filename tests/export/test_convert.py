@@ -84,6 +84,15 @@ def test_card_and_report_name_the_new_format(material: Make, tmp_path: Path) -> 
     assert json.loads((tmp_path / "out" / "quantization_report.json").read_text())["config"]["format"] == "gptq_v2"
 
 
+@pytest.mark.parametrize("damage", [{"perplexity": [{}]}, {"perplexity": 3}, {"modules": [3]}])
+def test_a_damaged_report_is_named(material: Make, tmp_path: Path, damage: dict[str, Any]) -> None:
+    source = material(format="gptq").write(tmp_path / "source")
+    (source / "quantization_report.json").write_text(json.dumps(damage))
+    with pytest.raises(CheckpointError, match=r"quantization_report\.json is damaged"):
+        convert(source, tmp_path / "out", format="gptq_v2")
+    assert not (tmp_path / "out").exists()
+
+
 def test_zeros_that_version_1_cannot_hold_are_counted_over_all_layers(material: Make, tmp_path: Path) -> None:
     made = material(format="gptq_v2", sym=False)
     made.weights["model.layers.0.mlp.down_proj"].zero[:3, 1] = 0

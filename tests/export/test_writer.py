@@ -160,6 +160,20 @@ def test_nothing_private_is_written(material: Make, tmp_path: Path) -> None:
     assert (report["model"], report["perplexity"][0]["dataset"]) == ("small-model", "text.txt")
 
 
+def test_the_report_is_strict_json(material: Make, tmp_path: Path) -> None:
+    made = material()
+    row = {"dataset": "books", "sequence_length": 8, "perplexity": float("inf"), "tokens": 9}
+    made.report |= {"perplexity": [row], "modules": [{"name": "x", "layer": 0, "error": float("nan")}]}
+    out = made.write(tmp_path / "out")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    report = json.loads((out / "quantization_report.json").read_text(), parse_constant=refuse)
+    assert report["perplexity"][0]["perplexity"] is None
+    assert "| books | 8 | 9 | not finite |" in (out / "README.md").read_text()
+
+
 def test_finish_sees_the_complete_directory_and_adds_to_the_report(material: Make, tmp_path: Path) -> None:
     def measure(directory: Path) -> dict[str, Any]:
         assert directory.parent == tmp_path
