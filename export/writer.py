@@ -149,9 +149,10 @@ def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _clean_tokenizer_config(path: Path) -> None:
     """Leave out where the tokenizer came from on this machine."""
+    private = ("name_or_path", "tokenizer_file", "is_local", "local_files_only")
     if path.exists():
         values = json.loads(path.read_bytes())
-        kept = {key: value for key, value in values.items() if key not in ("name_or_path", "tokenizer_file")}
+        kept = {key: value for key, value in values.items() if key not in private}
         if kept != values:
             write_json(path, kept)
 

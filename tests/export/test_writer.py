@@ -197,7 +197,9 @@ def _umask() -> int:
 def test_tokenizer_is_saved_without_where_it_came_from(material: Make, tmp_path: Path) -> None:
     class Tokenizer:
         def save_pretrained(self, save_directory: str) -> None:
-            Path(save_directory, "tokenizer_config.json").write_text('{"name_or_path": "/x", "model_max_length": 5}')
+            Path(save_directory, "tokenizer_config.json").write_text(
+                '{"name_or_path": "/x", "is_local": true, "model_max_length": 5}'
+            )
 
     out = material().write(tmp_path / "out", tokenizer=Tokenizer())
     assert json.loads((out / "tokenizer_config.json").read_text()) == {"model_max_length": 5}
