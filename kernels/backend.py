@@ -70,7 +70,7 @@ def choose_backend(requested: str, packed: PackedWeight, dtype: torch.dtype) -> 
     """
     check_backend(requested)
     candidates = AUTOMATIC if requested == "auto" else (BACKENDS[requested],)
-    refusals = []
+    refusals: list[str] = []
     for kind in candidates:
         refusal = kind.refusal(packed, dtype)
         if refusal is None:

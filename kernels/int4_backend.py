@@ -1,8 +1,8 @@
 """Torch's 4-bit CPU kernel for generating text: faster for a few tokens at a time, not exact.
 
 `_weight_int4pack_mm_for_cpu(x, words, group_size, scale_and_zero)` computes (code - 8) * scale + zero, so `zero` is
-(8 - z) * scale; `scale_and_zero` has the activations' dtype, and only bfloat16 is vectorised. The kernel knows no g_idx:
-columns are sorted by group, and x with them.
+(8 - z) * scale; `scale_and_zero` has the activations' dtype, and only bfloat16 is vectorised. The kernel knows no
+g_idx: columns are sorted by group, and x with them.
 
 Why it is never chosen automatically:
 - scale and (8 - z) * scale are each rounded to bfloat16, whereas the other backends round each weight once: an

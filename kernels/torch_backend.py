@@ -64,7 +64,7 @@ class TorchLinear(QuantLinear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move as every module does, but keep the scales' dtype: `model.to(dtype)` must not round the weights."""
         scales = self.scales
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.scales.dtype != scales.dtype:
             self.scales = scales.to(self.scales.device)
         return self
