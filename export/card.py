@@ -68,7 +68,10 @@ def _calibration(report: Mapping[str, Any]) -> str | None:
 def _perplexity(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
-    body = [f"| {r['dataset']} | {r['sequence_length']} | {r['tokens']} | {r['perplexity']:.3f} |" for r in rows]
+    body = []
+    for row in rows:
+        value = "not finite" if row["perplexity"] is None else f"{row['perplexity']:.3f}"
+        body.append(f"| {row['dataset']} | {row['sequence_length']} | {row['tokens']} | {value} |")
     head = ["| data set | sequence length | tokens | perplexity |", "|---|---|---|---|"]
     note = "Measured on these files through their quantized kernels, windows without overlap."
     return "\n".join(["## Perplexity", "", note, "", *head, *body])

@@ -96,15 +96,20 @@ def encode_zeros(zero: Tensor, bits: int, format: Format) -> Tensor:  # noqa: A0
     Raises:
         ConversionError: Zeros that `format` cannot hold, with their number.
     """
-    offset = ZERO_OFFSET[format]
-    low, high = offset, offset + (1 << bits) - 1
-    outside = int(((zero < low) | (zero > high)).sum())
+    outside = count_outside(zero, bits, format)
     if outside:
+        low = ZERO_OFFSET[format]
         raise ConversionError(
-            f"{outside} of {zero.numel()} zeros lie outside {low} ... {high}, which is what {format} holds at {bits} "
-            f"bits; keep {'gptq_v2' if format == 'gptq' else 'gptq'}, or quantize again for {format}"
+            f"{outside} of {zero.numel()} zeros lie outside {low} ... {low + (1 << bits) - 1}, which is what {format} "
+            f"holds at {bits} bits; keep {'gptq_v2' if format == 'gptq' else 'gptq'}, or quantize again for {format}"
         )
-    return pack(zero - offset, bits)
+    return pack(zero - ZERO_OFFSET[format], bits)
+
+
+def count_outside(zero: Tensor, bits: int, format: Format) -> int:  # noqa: A002
+    """How many zeros `format` cannot hold: version 1 holds 1 ... 2^bits, version 2 holds 0 ... 2^bits - 1."""
+    low = ZERO_OFFSET[format]
+    return int(((zero < low) | (zero > low + (1 << bits) - 1)).sum())
 
 
 def decode_zeros(qzeros: Tensor, bits: int, format: Format) -> Tensor:  # noqa: A002

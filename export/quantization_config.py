@@ -21,7 +21,7 @@ FLOAT = "-:"  # in "dynamic": the modules stay in floating point
 CHANGED = "+:"  # in "dynamic": the modules have settings of their own
 
 # Readers that fuse projections look modules up by the fused name.
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 _BLOCK = re.compile(r"(?P<prefix>(?:.*?\.)?)(?P<number>\d+)\.(?P<inner>.+)")
 
@@ -142,7 +142,7 @@ def quantization_json(
         "damp_percent": config.damp,
         "meta": {"quantizer": [f"gptqkit:{version}"], "gptqkit": config.to_dict()},
     }
-    skipped = _skipped(weights, other_names)
+    skipped = skipped_modules(weights, other_names)
     dynamic: dict[str, dict[str, int]] = {pattern: {} for pattern in _patterns(FLOAT, skipped, [*weights, *skipped])}
     changed: dict[tuple[int, int], list[str]] = defaultdict(list)
     for name, weight in weights.items():
@@ -160,7 +160,7 @@ def quantization_json(
     return values
 
 
-def _skipped(weights: Iterable[str], other_names: Iterable[str]) -> list[str]:
+def skipped_modules(weights: Iterable[str], other_names: Iterable[str]) -> list[str]:
     """The modules of the quantized blocks that have a 2-D weight in floating point."""
     prefixes = {match["prefix"] for name in weights if (match := _BLOCK.fullmatch(name))}
     names = [name.removesuffix(".weight") for name in other_names if name.endswith(".weight")]
@@ -183,7 +183,7 @@ def _patterns(sign: str, names: Iterable[str], universe: Iterable[str]) -> list[
             number = rf"(?:{'|'.join(sorted(numbers, key=int))})\."
         stem, dot, last = inner.rpartition(".")
         lasts = [last]
-        for fused, parts in _FUSED.items():
+        for fused, parts in FUSED.items():
             if last in parts and all(chosen.get((prefix, stem + dot + part)) == numbers for part in parts):
                 lasts.append(fused)
         end = re.escape(last) if len(lasts) == 1 else f"(?:{'|'.join(lasts)})"

@@ -15,8 +15,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..quantizer.config import Format
 from ..quantizer.quantized import QuantizedWeight
-from .gptq import ZERO_OFFSET, check_index, check_layer, check_values, from_tensors, trivial_index
-from .pack import unpack
+from .gptq import ZERO_OFFSET, check_index, check_layer, check_values, decode_zeros, from_tensors, trivial_index
 from .quantization_config import QuantizationSettings, read_settings
 from .shards import Shards, read_json, some
 
@@ -109,6 +108,11 @@ class Checkpoint:
         """The layout, "gptq" or "gptq_v2"."""
         return self.settings.format
 
+    @property
+    def tensor_names(self) -> list[str]:
+        """The names of all tensors, in the order of the files."""
+        return self._tensors.names
+
     def tensor(self, name: str) -> Tensor:
         """The tensor called `name`, mapped from its file: nothing is read before its values are used.
 
@@ -153,8 +157,8 @@ class Checkpoint:
 
     def zeros(self, name: str) -> Tensor:
         """The zeros of a quantized layer, (groups, out) int16, without reading its weights."""
-        words = self.tensor(f"{name}.qzeros")
-        return unpack(words, self._spec(name).bits).short() + ZERO_OFFSET[self.format]
+        spec = self._spec(name)
+        return decode_zeros(self.tensor(f"{name}.qzeros"), spec.bits, self.format)
 
     def _spec(self, name: str) -> LayerSpec:
         if name not in self.layers:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -20,6 +20,7 @@ from .card import model_card
 from .gptq import to_tensors
 from .quantization_config import quantization_json
 from .reader import open_checkpoint
+from .shards import same_bits
 from .staging import staged
 
 MAX_SHARD_BYTES = 4 << 30
@@ -104,13 +105,22 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def public_report(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The report with the last part of local paths in place of the paths: they are nobody else's business."""
+    """The report for a published file: without local paths, and with None for numbers that JSON cannot hold."""
+    report = _finite(report)
     measured = [{**row, "dataset": _public_name(row["dataset"])} for row in report.get("perplexity") or []]
     return {
         **report,
         **({"model": _public_name(report["model"])} if report.get("model") else {}),
         **({"perplexity": measured} if measured else {}),
     }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _public_name(name: object) -> str:
@@ -139,9 +149,10 @@ def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _clean_tokenizer_config(path: Path) -> None:
     """Leave out where the tokenizer came from on this machine."""
+    private = ("name_or_path", "tokenizer_file", "is_local", "local_files_only")
     if path.exists():
         values = json.loads(path.read_bytes())
-        kept = {key: value for key, value in values.items() if key not in ("name_or_path", "tokenizer_file")}
+        kept = {key: value for key, value in values.items() if key not in private}
         if kept != values:
             write_json(path, kept)
 
@@ -205,11 +216,15 @@ def _part(number: int) -> str:
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Write one file and return its names. Clones let go of storage that a tensor shares with others."""
+    """Write one file and return its names. Clones let go of memory that a tensor shares with others."""
     ready = {}
+    seen: set[int] = set()
     for name, tensor in tensors.items():
         own = tensor.detach().cpu().contiguous()
-        ready[name] = own if own.untyped_storage().nbytes() == own.nbytes else own.clone()
+        if own.untyped_storage().nbytes() != own.nbytes or own.data_ptr() in seen:
+            own = own.clone()
+        seen.add(own.data_ptr())
+        ready[name] = own
     try:
         save_file(ready, path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -225,16 +240,8 @@ def _verify(directory: Path, weights: Mapping[str, QuantizedWeight], other_tenso
     for name, weight in weights.items():
         found = checkpoint.quantized_weight(name)
         for part in ("codes", "scale", "zero", "group_index"):
-            if not _same_bits(getattr(found, part), getattr(weight, part)):
+            if not same_bits(getattr(found, part), getattr(weight, part)):
                 raise CheckpointError(f"the {part} of {name} reads back differently; disk or memory is faulty")
     for name, tensor in other_tensors.items():
-        if not _same_bits(checkpoint.tensor(name), tensor):
+        if not same_bits(checkpoint.tensor(name), tensor):
             raise CheckpointError(f"{name} reads back differently; disk or memory is faulty")
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors hold the same bits: NaN equals itself, and 0 differs from -0."""
-    right = right.detach().cpu()
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    return torch.equal(left.contiguous().flatten().view(torch.uint8), right.contiguous().flatten().view(torch.uint8))

@@ -160,6 +160,20 @@ def test_nothing_private_is_written(material: Make, tmp_path: Path) -> None:
     assert (report["model"], report["perplexity"][0]["dataset"]) == ("small-model", "text.txt")
 
 
+def test_the_report_is_strict_json(material: Make, tmp_path: Path) -> None:
+    made = material()
+    row = {"dataset": "books", "sequence_length": 8, "perplexity": float("inf"), "tokens": 9}
+    made.report |= {"perplexity": [row], "modules": [{"name": "x", "layer": 0, "error": float("nan")}]}
+    out = made.write(tmp_path / "out")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    report = json.loads((out / "quantization_report.json").read_text(), parse_constant=refuse)
+    assert report["perplexity"][0]["perplexity"] is None
+    assert "| books | 8 | 9 | not finite |" in (out / "README.md").read_text()
+
+
 def test_finish_sees_the_complete_directory_and_adds_to_the_report(material: Make, tmp_path: Path) -> None:
     def measure(directory: Path) -> dict[str, Any]:
         assert directory.parent == tmp_path
@@ -183,7 +197,9 @@ def _umask() -> int:
 def test_tokenizer_is_saved_without_where_it_came_from(material: Make, tmp_path: Path) -> None:
     class Tokenizer:
         def save_pretrained(self, save_directory: str) -> None:
-            Path(save_directory, "tokenizer_config.json").write_text('{"name_or_path": "/x", "model_max_length": 5}')
+            Path(save_directory, "tokenizer_config.json").write_text(
+                '{"name_or_path": "/x", "is_local": true, "model_max_length": 5}'
+            )
 
     out = material().write(tmp_path / "out", tokenizer=Tokenizer())
     assert json.loads((out / "tokenizer_config.json").read_text()) == {"model_max_length": 5}
@@ -309,6 +325,14 @@ def test_views_are_written_without_what_surrounds_them(material: Make, tmp_path:
     checkpoint = open_checkpoint(made.write(tmp_path / "out"))
     for name in ("a.weight", "b.weight", "c.weight"):
         assert torch.equal(checkpoint.tensor(name), made.other_tensors[name])
+
+
+def test_modules_may_share_a_group_index(material: Make, tmp_path: Path) -> None:
+    made = material()
+    name = "model.layers.0.self_attn.q_proj"
+    made.weights["model.layers.0.self_attn.k_proj"] = made.weights[name]
+    checkpoint = open_checkpoint(made.write(tmp_path / "out"))
+    assert torch.equal(checkpoint.layer("model.layers.0.self_attn.k_proj")["g_idx"], made.weights[name].group_index)
 
 
 def test_inputs_are_not_modified(material: Make, tmp_path: Path) -> None:
