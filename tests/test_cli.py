@@ -289,18 +289,19 @@ def test_json_into_a_missing_folder_is_one_line_and_1(
 def test_inspect_prints_text_or_nothing_but_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    summary = {"format": "gptq_v2", "bits": 3, "readers": {"vLLM": "no: 3 bits"}}
+    readers = [
+        {"name": "gptqkit", "loads": True, "reasons": []},
+        {"name": "vLLM", "loads": False, "reasons": ["3 bits", "asymmetric"]},
+    ]
+    summary = {"format": "gptq_v2", "bits": {"3": 42}, "group_sizes": {"128": 42}, "readers": readers}
     inspect = replace(monkeypatch, "inspect", Recorder(summary))
     assert cli.main(["inspect", "folder", "--json"]) == 0
     assert inspect.args == (Path("folder"),)
     assert json.loads(capsys.readouterr().out) == summary
     assert cli.main(["inspect", "folder"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "format    gptq_v2",
-        "bits      3",
-        "readers",
-        "  vLLM    no: 3 bits",
-    ]
+    printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line != "readers")
+    assert (printed["format"], printed["bits"]) == ("gptq_v2", "3 (42 layers)")
+    assert (printed["gptqkit"], printed["vLLM"]) == ("yes", "no: 3 bits; asymmetric")
 
 
 def test_convert_passes_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:

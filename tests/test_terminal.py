@@ -37,6 +37,15 @@ def test_one_line_per_layer_without_a_terminal() -> None:
     ]
 
 
+def test_a_module_outside_the_layers_has_a_line_of_its_own() -> None:
+    stream = io.StringIO()
+    display = ProgressDisplay(stream)
+    display(Progress(stage="quantize", done=1, total=2, layer=0, module="layers.0.down"))
+    display(Progress(stage="quantize", done=2, total=2, module="lm_head"))
+    lines = [line.rpartition(", ")[0] for line in stream.getvalue().splitlines()]
+    assert lines == ["quantize: layer 0, 1 of 2", "quantize: lm_head, 2 of 2"]
+
+
 def test_long_stages_without_layers_write_ten_lines_at_most() -> None:
     stream = io.StringIO()
     display = ProgressDisplay(stream)

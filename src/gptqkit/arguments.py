@@ -175,7 +175,10 @@ def _add_quantize(commands: Any) -> None:
         "--samples", type=_positive, default=128, metavar="N", help=_with_default("windows of text to take")
     )
     data.add_argument(
-        "--sequence-length", type=_positive, default=2048, metavar="TOKENS", help=_with_default("tokens in a window")
+        "--sequence-length",
+        type=_positive,
+        metavar="TOKENS",
+        help="tokens in a window (default: 2048, or the most that the model takes where that is less)",
     )
     data.add_argument("--seed", type=int, default=0, help=_with_default("which windows are drawn"))
     data.add_argument(

@@ -19,7 +19,7 @@ from typing import Any
 
 from .arguments import parser
 from .errors import GptqkitError
-from .terminal import ProgressDisplay, key_values, quantization_summary
+from .terminal import ProgressDisplay, checkpoint_summary, key_values, quantization_summary
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -130,7 +130,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
     import gptqkit
 
     summary = gptqkit.inspect(arguments.checkpoint).to_dict()
-    print(json.dumps(summary, indent=2) if arguments.json else key_values(summary))
+    print(json.dumps(summary, indent=2) if arguments.json else checkpoint_summary(summary))
 
 
 def _convert(arguments: argparse.Namespace) -> None:

@@ -36,7 +36,7 @@ class ProgressDisplay:
                 self._bar = tqdm(total=step.total, desc=step.stage, file=self._stream, dynamic_ncols=True)
         if self._bar is not None:
             self._draw(self._bar, step)
-        elif step.layer is not None:
+        elif step.module is not None:
             self._line_per_layer(step)
         elif step.done == step.total or step.done * 10 // step.total > (step.done - 1) * 10 // step.total:
             self._write(f"{step.stage}: {step.done} of {step.total}")
@@ -66,7 +66,8 @@ class ProgressDisplay:
         if not self._layer:
             return
         last = self._layer[-1]
-        line = f"{last.stage}: layer {last.layer}, {last.done} of {last.total}"
+        where = last.module if last.layer is None else f"layer {last.layer}"
+        line = f"{last.stage}: {where}, {last.done} of {last.total}"
         errors = [step.error for step in self._layer if step.error is not None]
         rounding = [step.rounding_error for step in self._layer if step.rounding_error is not None]
         if errors:
@@ -144,6 +145,28 @@ def quantization_summary(report: Mapping[str, Any]) -> str:
     for row in report.get("perplexity") or []:
         summary[f"perplexity on {row['dataset']}"] = row["perplexity"]
     return key_values(summary)
+
+
+def checkpoint_summary(summary: Mapping[str, Any]) -> str:
+    """What `inspect` found (`CheckpointSummary.to_dict()`), a line for every fact and every reader.
+
+    >>> reader = {"name": "vLLM", "loads": False, "reasons": ["serves 4 and 8 bits", "serves symmetric groups"]}
+    >>> print(checkpoint_summary({"bits": {2: 7, 3: 35}, "group_sizes": {-1: 42}, "readers": [reader]}))
+    bits          2 (7 layers), 3 (35 layers)
+    group sizes   per row (42 layers)
+    readers
+      vLLM        no: serves 4 and 8 bits; serves symmetric groups
+    """
+    shown = dict(summary)
+    for key in ("bits", "group_sizes"):
+        shown[key] = ", ".join(
+            f"{'per row' if int(value) == -1 else value} ({layers} layers)" for value, layers in summary[key].items()
+        )
+    shown["readers"] = {
+        reader["name"]: "yes" if reader["loads"] else "no: " + "; ".join(reader["reasons"])
+        for reader in summary["readers"]
+    }
+    return key_values(shown)
 
 
 def _lines(values: Mapping[str, Any], depth: int) -> Iterator[tuple[str, str]]:
