@@ -2,9 +2,9 @@
 
     python benchmarks/solver.py [--device cpu] [--json FILE] [--tokens 8192] [--repeats 3]
 
-Parts: statistics (H from tokens), factorisation, sweep (grids, codes, error propagation), packing. Floors, in the same
-process: the product x xT; a product with the Cholesky factorisation's n^3 / 3 operations; the two products per block that
-bring a block up to date. Times are the best of the repeats, in seconds.
+Parts: statistics (H from tokens), factorisation, sweep (grids, codes, error propagation), packing. Floors, in brackets
+and from the same process: the product x xT; a product with the Cholesky factorisation's n^3 / 3 operations; the two
+products per block that bring a block up to date. Times are the best of the repeats, in seconds.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from gptqkit.quantizer.factor import factorize
 from gptqkit.quantizer.order import column_order
 from gptqkit.quantizer.solver import solve_gptq
 
+PARTS = ("statistics", "factorisation", "sweep", "packing")
 SHAPES = ((1024, 1024), (4096, 4096), (4096, 11008))  # (out, in)
 
 
@@ -97,13 +98,9 @@ def main() -> None:
     config = QuantizeConfig(bits=arguments.bits, group_size=arguments.group_size, sym=False)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     threads = torch.get_num_threads()
-    print(
-        f"{name}, {threads} threads, torch {torch.__version__}; {config.bits} bits, group {config.group_size}, asymmetric"
-    )
-    print(
-        f"{'out x in':>14} | "
-        + " | ".join(f"{part:>15}" for part in ("statistics", "factorisation", "sweep", "packing"))
-    )
+    print(f"{name}, {threads} threads, torch {torch.__version__}")
+    print(f"{config.bits} bits, groups of {config.group_size}, asymmetric, {arguments.tokens} tokens; seconds (floor)")
+    print(f"{'out x in':>14} | " + " | ".join(f"{part:>15}" for part in PARTS))
     results = []
     for rows, columns in SHAPES:
         result = measure(rows, columns, config, device, arguments.tokens, arguments.repeats)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from ..errors import CheckpointError, ConversionError, ShapeError
 from ..quantizer.config import QuantizeConfig
 from ..quantizer.quantized import QuantizedWeight
+from ..version import __version__
 from .card import model_card
 from .gptq import to_tensors
 from .quantization_config import quantization_json
@@ -74,7 +74,7 @@ def write_checkpoint(
     """
     _check_names(weights, other_tensors)
     matrices = [name for name, tensor in other_tensors.items() if tensor.ndim == 2]
-    quantization = quantization_json(config, weights, matrices, _version())
+    quantization = quantization_json(config, weights, matrices, __version__)
     with staged(out, overwrite=overwrite) as directory:
         _write_shards(directory, _all_tensors(weights, other_tensors, config), max_shard_bytes)
         write_json(directory / "config.json", {**_public_config(model_config), "quantization_config": quantization})
@@ -89,14 +89,6 @@ def write_checkpoint(
         full_report = public_report({**report, **measured})
         write_json(directory / REPORT, full_report)
         (directory / "README.md").write_text(model_card(full_report, quantization), encoding="utf-8", newline="\n")
-
-
-def _version() -> str:
-    """The installed version of gptqkit, or "0" where it runs from its sources without being installed."""
-    try:
-        return metadata.version("gptqkit")
-    except metadata.PackageNotFoundError:
-        return "0"
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -102,7 +102,7 @@ def load_float(
     Args:
         path_or_id: A directory, or the id of a model on the Hub.
         device: "auto" takes the first NVIDIA GPU if there is one, else the CPU.
-        dtype: "auto" is the checkpoint's, except that float16 becomes float32 on a CPU.
+        dtype: "stored" is the checkpoint's; "auto" too, except that float16 becomes float32 on a CPU.
         trust_remote_code: Run code that the model brings along.
 
     Raises:
@@ -161,6 +161,8 @@ def choose_device(device: torch.device | str) -> torch.device:
 
 
 def _choose_dtype(dtype: torch.dtype | str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    if dtype == "stored":
+        return stored
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" and stored == torch.float16 else stored
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .calibration.sources import Source
-from .calibration.windows import TokenWindows, load_windows
-from .errors import CalibrationError, OutputExistsError
+from .calibration.windows import load_windows
+from .errors import CalibrationError
 from .evaluating import evaluate
+from .export.staging import check_target
 from .export.writer import write_checkpoint
-from .loading import load_float, load_tokenizer, pick_device
+from .loading import choose_device, load_float
 from .progress import ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
 from .quantizer.quantized import QuantizedWeight
 from .quantizer.report import QuantizationReport
 from .quantizer.walk import quantize_blocks
+from .version import __version__
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +68,7 @@ def quantize(
 
     Args:
         model: Hub id or folder of a float model, or a loaded one (left as it was).
-        calibration: Text, tokens or a data set, in any form that `load_windows` takes. May be left out for method "rtn".
+        calibration: Text, tokens or a data set, in any form that `load_windows` takes; method "rtn" works without.
         out: Folder for the checkpoint; None keeps the result in memory.
         config: All settings of the quantization; None for the defaults.
         tokenizer: For a loaded model; otherwise found beside the model.
@@ -89,21 +92,21 @@ def quantize(
         GptqkitError: Settings, text, model or files that do not fit; see `errors`.
     """
     config = config or QuantizeConfig()
-    if out is not None and not overwrite and Path(out).exists():
-        raise OutputExistsError(f"{out} exists; choose another folder, or pass overwrite=True to replace it")
+    if out is not None:
+        check_target(Path(out), overwrite=overwrite)
     if calibration is None and config.method != "rtn":
         raise CalibrationError(f"method {config.method!r} needs calibration text; only 'rtn' works without")
     if evaluate_on is not None and out is None:
         raise CalibrationError("evaluate_on measures the written checkpoint; give `out` as well")
     start = time.perf_counter()
-    place = pick_device(device)
+    place = choose_device(device)
     if isinstance(model, PreTrainedModel):
         name = Path(model.name_or_path).name or type(model).__name__
         loaded = model
     else:
         name = Path(model).name if Path(model).exists() else str(model)
-        loaded = load_float(model, device="cpu", trust_remote_code=trust_remote_code)
-        tokenizer = tokenizer or load_tokenizer(model, trust_remote_code=trust_remote_code)
+        loaded, own_tokenizer = load_float(model, device="cpu", dtype="stored", trust_remote_code=trust_remote_code)
+        tokenizer = own_tokenizer if tokenizer is None else tokenizer
     length = sequence_length or min(2048, getattr(loaded.config, "max_position_embeddings", None) or 2048)
     windows = None
     if calibration is not None:
@@ -124,12 +127,11 @@ def quantize(
         walked = quantize_blocks(loaded, windows, config, device=place, batch_size=batch_size, progress=progress)
     finally:
         loaded.train(training)
-    shape = (0, length) if windows is None else tuple(windows.input_ids.shape)
     report = QuantizationReport(
         model=name,
         config=config,
-        samples=shape[0],
-        sequence_length=shape[1],
+        samples=0 if windows is None else len(windows.input_ids),
+        sequence_length=length,
         seed=seed,
         tokens=walked.tokens,
         excluded_samples=walked.excluded_samples,
@@ -152,10 +154,10 @@ def quantize(
         config=config,
         weights=walked.weights,
         other_tensors=other_tensors(loaded, walked.weights),
-        model_config=loaded.config.to_dict(),
+        model_config=json.loads(loaded.config.to_json_string()),
         report=report.to_dict(),
         tokenizer=tokenizer,
-        generation_config=loaded.generation_config.to_dict() if loaded.generation_config is not None else None,
+        generation_config=json.loads(loaded.generation_config.to_json_string()) if loaded.can_generate() else None,
         overwrite=overwrite,
         finish=measure,
     )
@@ -175,10 +177,4 @@ def other_tensors(model: nn.Module, weights: Mapping[str, QuantizedWeight]) -> d
 
 
 def _versions() -> dict[str, str]:
-    found = {}
-    for package in ("gptqkit", "torch", "transformers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "unknown"
-    return found
+    return {"gptqkit": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
