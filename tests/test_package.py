@@ -20,7 +20,7 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("src", *SUBPACKAGES):
         ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(root / name, sources / name, symlinks=True, ignore=ignore)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(root / name, sources)
     target = tmp_path_factory.mktemp("wheel")
     _run("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(target), str(sources))
@@ -39,7 +39,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_every_source_file_once_and_nothing_else(wheel: Path, root: Path) -> None:
     expected = {f"gptqkit/{file.name}" for file in (root / "src" / "gptqkit").glob("*.py")} | {"gptqkit/py.typed"}
     for name in SUBPACKAGES:
-        files = [*(root / name).glob("*.py"), *(root / name).glob("csrc/*")]
+        files = [*(root / name).glob("*.py"), *(root / name).glob("csrc/*"), *(root / name).glob("devices/*.json")]
         expected |= {f"gptqkit/{file.relative_to(root).as_posix()}" for file in files}
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     assert sorted(names) == sorted(expected)
