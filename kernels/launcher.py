@@ -82,7 +82,7 @@ class Launcher:
         if self.tuning.fused(bits, rows.shape[0]):
             y = self.gemm(rows, *layer, self._split(*rows.shape, out_features))
         else:
-            y = self._dense_product(rows, *layer)
+            y = self.dense_product(rows, *layer)
         return y.view(*x.shape[:-1], out_features)
 
     def gemm(
@@ -124,7 +124,7 @@ class Launcher:
         self._dequantize(dense, 0, weight, scale, zero, bits, group_size, out_features)
         return dense
 
-    def _dense_product(
+    def dense_product(
         self,
         x: Tensor,
         weight: Tensor,
@@ -135,6 +135,7 @@ class Launcher:
         group_size: int,
         out_features: int,
     ) -> Tensor:
+        """The product x WT + bias by torch, on the weight dequantized a part at a time."""
         y = x.new_empty((x.shape[0], out_features))
         step = min(out_features, max(TILE, DENSE_BYTES // (x.element_size() * x.shape[1]) // TILE * TILE))
         buffer = x.new_empty((step, x.shape[1]))  # torch's allocator hands out the same one at every call
