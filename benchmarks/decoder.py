@@ -1,4 +1,4 @@
-"""A random Llama of given sizes in plain torch, with a key-value cache of fixed size: what benchmarks/model.py times."""
+"""A random Llama of given sizes in plain torch, with a key-value cache of fixed size, for benchmarks/model.py."""
 
 from __future__ import annotations
 
