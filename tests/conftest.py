@@ -40,6 +40,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
+def emulator_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernel library with an emulator in place of the GPU, compiled once."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    from gptqkit.kernels.build import build_emulator
+
+    path = tmp_path_factory.mktemp("emulator") / "libgptqkit_emulator.so"
+    build_emulator(path)
+    return path
+
+
+@pytest.fixture(scope="session")
 def root() -> Path:
     """The root of the repository."""
     return ROOT
