@@ -11,21 +11,18 @@ import torch
 
 from ..errors import BackendError
 from .cpu_backend import CpuLinear
+from .cuda_backend import CudaLinear
 from .int4_backend import CpuInt4Linear
 from .linear import QuantLinear
 from .packed import PackedWeight
 from .torch_backend import TorchLinear
 
 BACKENDS: Mapping[str, type[QuantLinear]] = MappingProxyType(
-    {kind.backend: kind for kind in (TorchLinear, CpuLinear, CpuInt4Linear)}
+    {kind.backend: kind for kind in (TorchLinear, CpuLinear, CpuInt4Linear, CudaLinear)}
 )
 
-# What "auto" tries, in this order. All compute the same weights, exactly; the last serves every layer.
-AUTOMATIC: tuple[type[QuantLinear], ...] = (CpuLinear, TorchLinear)
-
-UNAVAILABLE: Mapping[str, str] = MappingProxyType(
-    {"cuda": "this version has no CUDA kernels; 'torch' (and 'auto') run on NVIDIA GPUs through torch"}
-)
+# What "auto" tries, in this order, of those made for the layer's kind of device. The last serves every layer.
+AUTOMATIC: tuple[type[QuantLinear], ...] = (CudaLinear, CpuLinear, TorchLinear)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +32,12 @@ class BackendChoice:
     Attributes:
         name: The backend's name; those of a model with several are joined by "+".
         reason: Why it was chosen.
+        fallback: Whether a backend that comes first on the device had to be passed over.
     """
 
     name: str
     reason: str
+    fallback: bool = False
 
     def __str__(self) -> str:
         """One line for logs and terminals."""
@@ -51,14 +50,12 @@ def check_backend(requested: str) -> None:
     Raises:
         BackendError: `requested` is neither "auto" nor the name of a backend of this version.
     """
-    if requested in UNAVAILABLE:
-        raise BackendError(f"backend {requested!r} is not available: {UNAVAILABLE[requested]}")
     if requested != "auto" and requested not in BACKENDS:
         raise BackendError(f"backend is {requested!r}; choose one of auto, {', '.join(BACKENDS)}")
 
 
 def choose_backend(requested: str, packed: PackedWeight, dtype: torch.dtype) -> BackendChoice:
-    """The backend for one layer: the one asked for, or with "auto" the first of `AUTOMATIC` that can serve it.
+    """The backend for one layer: the one asked for, or with "auto" the first for its device that can serve it.
 
     Args:
         requested: "auto" or the name of a backend.
@@ -69,13 +66,16 @@ def choose_backend(requested: str, packed: PackedWeight, dtype: torch.dtype) -> 
         BackendError: No such backend, or it cannot serve the layer.
     """
     check_backend(requested)
-    candidates = AUTOMATIC if requested == "auto" else (BACKENDS[requested],)
+    device_type = packed.qweight.device.type
+    made_for_it = tuple(kind for kind in AUTOMATIC if kind.device_type in (device_type, None))
+    candidates = made_for_it if requested == "auto" else (BACKENDS[requested],)
     refusals: list[str] = []
     for kind in candidates:
         refusal = kind.refusal(packed, dtype)
         if refusal is None:
             how = "chosen automatically" if requested == "auto" else "as asked for"
-            return BackendChoice(name=kind.backend, reason="; ".join([kind.summary, how, *refusals]))
+            reason = "; ".join([kind.summary, how, *refusals])
+            return BackendChoice(name=kind.backend, reason=reason, fallback=bool(refusals))
         refusals.append(f"not {kind.backend}, because {refusal}")
     raise BackendError(f"backend {requested!r} cannot serve {packed.name}: {'; '.join(refusals)}")
 
@@ -98,4 +98,6 @@ def summarize(choices: Iterable[BackendChoice]) -> BackendChoice:
         f"{choice.reason if len(names) == 1 else choice} ({count} layer{'s' if count > 1 else ''})"
         for choice, count in counted.items()
     ]
-    return BackendChoice(name="+".join(names), reason=" | ".join(lines))
+    return BackendChoice(
+        name="+".join(names), reason=" | ".join(lines), fallback=any(choice.fallback for choice in counted)
+    )

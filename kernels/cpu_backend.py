@@ -21,6 +21,7 @@ class CpuLinear(QuantLinear):
 
     backend: ClassVar[str] = "cpu"
     summary: ClassVar[str] = "dequantizes each layer once and keeps the dense weight"
+    device_type: ClassVar[str | None] = "cpu"
 
     weight: Tensor
 

@@ -36,6 +36,7 @@ class CpuInt4Linear(TorchLinear):
 
     backend: ClassVar[str] = "cpu-int4"
     summary: ClassVar[str] = "runs torch's 4-bit kernel, with scales and zeros in bfloat16, up to 4 tokens at a time"
+    device_type: ClassVar[str | None] = "cpu"
 
     words: Tensor
     scale_and_zero: Tensor

@@ -19,6 +19,7 @@ class QuantLinear(nn.Module, ABC):
     Attributes:
         backend: The name under which callers choose the backend.
         summary: What the backend does, in half a sentence, for the log.
+        device_type: The kind of device that it is made for; None for any.
         name: The module's name in the model.
         in_features: Size of x's last axis.
         out_features: Size of y's last axis.
@@ -29,6 +30,7 @@ class QuantLinear(nn.Module, ABC):
 
     backend: ClassVar[str]
     summary: ClassVar[str]
+    device_type: ClassVar[str | None] = None
 
     def __init__(self, packed: PackedWeight, dtype: torch.dtype) -> None:
         """Take over `packed`, whose device becomes the layer's, for activations of `dtype`."""

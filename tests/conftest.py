@@ -88,3 +88,13 @@ def small_text(example_data: Path) -> str:
     """About 4,000 characters of book text: some thousand tokens."""
     with (example_data / "calibration.txt").open(encoding="utf-8", newline="") as file:
         return file.read(4000)
+
+
+@pytest.fixture(scope="session")
+def emulation(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Operators on the CPU, run by the kernels' emulator; see support.emulation."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    from support.emulation import emulate
+
+    return emulate(tmp_path_factory.mktemp("emulator"))

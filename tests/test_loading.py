@@ -275,8 +275,10 @@ def test_config_that_describes_another_model(checkpoint, change, message):
 
 
 def test_bad_requests(checkpoint, tmp_path):
-    with pytest.raises(BackendError, match="no CUDA kernels"):
-        load(tmp_path / "nowhere", backend="cuda")
+    with pytest.raises(BackendError, match="choose one of auto"):
+        load(tmp_path / "nowhere", backend="tpu")
+    with pytest.raises(BackendError, match=r"'cuda' cannot serve model\.layers\.0.*NVIDIA GPUs only"):
+        load(checkpoint, device="cpu", backend="cuda")
     with pytest.raises(ConfigError, match="dtype is 'int8'"):
         load(checkpoint, device="cpu", dtype="int8")
     with pytest.raises(ConfigError, match="device is 'gpu'"):

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,18 +15,21 @@ SUBPACKAGES = ("calibration", "evaluation", "export", "kernels", "quantizer")
 
 
 @pytest.fixture(scope="module")
-def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy so that no build folder is left in the sources."""
+def sources(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a wheel is built from, so that no build folder is left in the repository."""
     sources = tmp_path_factory.mktemp("sources")
     for name in ("src", *SUBPACKAGES):
-        ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
         shutil.copytree(root / name, sources / name, symlinks=True, ignore=ignore)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(root / name, sources)
-    target = tmp_path_factory.mktemp("wheel")
-    _run("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(target), str(sources))
-    [path] = target.glob("*.whl")
-    return path
+    return sources
+
+
+@pytest.fixture(scope="module")
+def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel without kernels."""
+    return _build_wheel(sources, tmp_path_factory.mktemp("wheel"), kernels="never")
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +43,39 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_every_source_file_once_and_nothing_else(wheel: Path, root: Path) -> None:
     expected = {f"gptqkit/{file.name}" for file in (root / "src" / "gptqkit").glob("*.py")} | {"gptqkit/py.typed"}
     for name in SUBPACKAGES:
-        files = [*(root / name).glob("*.py"), *(root / name).glob("csrc/*")]
+        files = [*(root / name).glob("*.py"), *(root / name).glob("csrc/*"), *(root / name).glob("devices/*.json")]
         expected |= {f"gptqkit/{file.relative_to(root).as_posix()}" for file in files}
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     assert sorted(names) == sorted(expected)
+
+
+def test_wheel_with_kernels_serves_every_python_of_the_platform(sources: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "sources"
+    shutil.copytree(sources, copy, symlinks=True, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    with (copy / "kernels" / "build.py").open("a", encoding="utf-8") as script:
+        script.write("\n\ndef find_nvcc():\n    return Path('nvcc')\n")
+        script.write("\n\ndef build(target):\n    target.write_bytes(b'kernels')\n")
+    path = _build_wheel(copy, tmp_path, kernels="auto")
+    assert re.fullmatch(r"gptqkit-[^-]+-py3-none-(linux|macosx|win)\w+\.whl", path.name)
+    assert zipfile.ZipFile(path).read("gptqkit/kernels/libgptqkit.so") == b"kernels"
+
+
+@pytest.mark.parametrize("kernels", ["auto", "required"])
+def test_kernels_that_do_not_compile_stop_the_build_only_where_required(
+    sources: Path, tmp_path: Path, kernels: str
+) -> None:
+    copy = tmp_path / "sources"
+    shutil.copytree(sources, copy, symlinks=True, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    with (copy / "kernels" / "build.py").open("a", encoding="utf-8") as script:
+        script.write("\n\ndef find_nvcc():\n    return Path('nvcc')\n")
+        script.write("\n\ndef build(target):\n    raise BuildError('no such instruction')\n")
+    if kernels == "required":
+        with pytest.raises(AssertionError, match="the CUDA kernels cannot be built: no such instruction"):
+            _build_wheel(copy, tmp_path, kernels=kernels)
+    else:
+        names = zipfile.ZipFile(_build_wheel(copy, tmp_path, kernels=kernels)).namelist()
+        assert "gptqkit/kernels/library.py" in names
+        assert "gptqkit/kernels/libgptqkit.so" not in names
 
 
 def test_every_installed_module_imports_from_there(installed: Path, all_module_names: list[str]) -> None:
@@ -91,9 +124,16 @@ def test_ci_sets_up_with_the_readme_commands(root: Path) -> None:
     assert "\n".join(commands) in script
 
 
-def _run(*command: str, path: Path | None = None) -> str:
+def _build_wheel(sources: Path, target: Path, *, kernels: str) -> Path:
+    command = ("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(target), str(sources))
+    _run(*command, settings={"GPTQKIT_KERNELS": kernels})
+    [path] = target.glob("*.whl")
+    return path
+
+
+def _run(*command: str, path: Path | None = None, settings: Mapping[str, str] | None = None) -> str:
     """Run Python away from the repository, with `path` in front of the import path; return what it printed."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | dict(settings or {})
     if path is not None:
         environment["PYTHONPATH"] = str(path)
     done = subprocess.run(

@@ -56,7 +56,8 @@ def load(
     Args:
         path: A directory that gptqkit, GPTQModel, AutoGPTQ or optimum wrote, in format gptq or gptq_v2.
         device: "auto" takes the first NVIDIA GPU if there is one, else the CPU.
-        backend: "auto", "torch", "cpu" or "cpu-int4"; see `kernels.backend`.
+        backend: "auto", "torch", "cuda", "cpu" or "cpu-int4"; see `kernels.backend`. With "auto", a GPU runs the
+            bundled CUDA kernels; where they cannot serve a layer, torch does, and the logger warns and says why.
         dtype: Of activations and of all weights that are not quantized. "auto" is the checkpoint's, except that
             float16 becomes float32 on a CPU.
 
@@ -86,7 +87,7 @@ def load(
         tokenizer = _load_tokenizer(checkpoint.path, trust_remote_code=False)
     model.gptqkit_backend = choice
     model.gptqkit_quantization_config = checkpoint.quantization_config
-    _LOG.info("%s: %s", checkpoint.path, choice)
+    _LOG.log(logging.WARNING if choice.fallback else logging.INFO, "%s: %s", checkpoint.path, choice)
     return model, tokenizer
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gptqkit.export.pack import pack
+from gptqkit.kernels.launcher import launcher_for
 from gptqkit.kernels.packed import PackedWeight
 
 
@@ -65,3 +66,11 @@ class MakeLayer:
 @pytest.fixture(scope="session")
 def make_layer() -> MakeLayer:
     return MakeLayer()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], ids=["emulator", "gpu"])
+def launcher(request):
+    """What runs the kernels: their emulator, and the real library where there is a GPU."""
+    if request.param == "cpu":
+        return request.getfixturevalue("emulation").launcher
+    return launcher_for(torch.device("cuda", torch.cuda.current_device()))

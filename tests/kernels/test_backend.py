@@ -19,12 +19,12 @@ def test_automatic_choice_is_exact_and_explains_itself(make_layer):
     assert make_linear(choice, packed, torch.bfloat16).backend == "cpu"
 
 
-def test_automatic_choice_passes_over_what_cannot_serve_and_says_so(make_layer):
+def test_automatic_choice_is_the_reference_on_devices_that_nothing_was_made_for(make_layer):
     packed = make_layer().packed
     elsewhere = dataclasses.replace(packed, qweight=packed.qweight.to("meta"))
     choice = choose_backend("auto", elsewhere, torch.float16)
     assert choice.name == "torch"
-    assert "not cpu, because it serves the CPU only" in choice.reason
+    assert not choice.fallback
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,10 @@ def test_an_explicit_choice_that_cannot_serve_is_an_error_that_says_why(make_lay
     assert choose_backend("torch", packed, dtype).name == "torch"
 
 
-def test_unknown_and_unavailable_backends_are_refused(make_layer):
+def test_unknown_backends_are_refused(make_layer):
     packed = make_layer().packed
     with pytest.raises(BackendError, match="choose one of auto, torch, cpu"):
         choose_backend("tpu", packed, torch.float32)
-    with pytest.raises(BackendError, match="no CUDA kernels"):
-        choose_backend("cuda", packed, torch.float32)
 
 
 def test_summary_counts_layers(make_layer):

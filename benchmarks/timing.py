@@ -1,0 +1,87 @@
+"""Times on a GPU that launches and caches do not blur: graphs replayed over operands that do not fit the L2 cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+# Operands rotate through this many times the size of the L2 cache.
+PAST_CACHE = 3
+
+LONGEST_GRAPH = 400
+
+
+def copies_past_cache(size: int, device: torch.device) -> int:
+    """How many operands of `size` bytes it takes until the first has left the L2 cache."""
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(1, -(-PAST_CACHE * cache // max(1, size)))
+
+
+def clone_tensors(value: Any) -> Any:
+    """A deep copy of a tensor, or of a list, tuple or dict with tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: clone_tensors(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(clone_tensors(item) for item in value)
+    return value
+
+
+def graph_time(
+    work: Callable[[Any], object], operands: Sequence[Any], *, milliseconds: float = 3, rounds: int = 5
+) -> float:
+    """Seconds of one call of `work`, the median of `rounds` replays of a graph of calls.
+
+    Args:
+        work: Takes one of `operands`; launches only on the current stream, and can be captured.
+        operands: Used in turn.
+        milliseconds: About how long the graph shall run.
+        rounds: Timed replays.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for operand in operands[:2]:
+            work(operand)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work(operands[0])
+        end.record()
+        end.synchronize()
+        once = max(start.elapsed_time(end), 1e-3)
+        calls = min(LONGEST_GRAPH, max(len(operands), int(milliseconds / once)))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in range(calls):
+                work(operands[call % len(operands)])
+        graph.replay()
+        times = []
+        for _ in range(rounds):
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    torch.cuda.current_stream().wait_stream(stream)
+    return sorted(times)[rounds // 2] / calls / 1000
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read and written, of a copy within the GPU's memory."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / graph_time(lambda _: target.copy_(source), [None])
+
+
+def describe(device: torch.device) -> dict[str, object]:
+    """What a table of times must name: the GPU, torch, CUDA."""
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }

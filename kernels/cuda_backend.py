@@ -1,0 +1,81 @@
+"""The default on NVIDIA GPUs: products directly on the packed weight.
+
+The dequantized values are those of the torch backend where the scales have the activations' dtype; float16 scales are
+rounded for bfloat16 activations, once, at loading. Few rows of x run on a fused kernel that sums in float32, many on
+torch's dense product: the results differ from the torch backend's by the order of summation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .gemm import RepackedWeight, matmul, refusal, repack
+from .library import find_library
+from .linear import QuantLinear
+from .packed import PackedWeight
+
+# Ampere: the first with the matrix instructions and asynchronous copies that the kernels use.
+OLDEST_CAPABILITY = (8, 0)
+
+
+class CudaLinear(QuantLinear):
+    """Holds the layer in the kernels' layout only; the checkpoint's words are freed."""
+
+    backend: ClassVar[str] = "cuda"
+    summary: ClassVar[str] = "computes on the packed words with the bundled CUDA kernels"
+    device_type: ClassVar[str | None] = "cuda"
+
+    weight: Tensor
+    scale: Tensor
+    zero: Tensor
+    order: Tensor | None
+
+    def __init__(self, packed: PackedWeight, dtype: torch.dtype) -> None:
+        super().__init__(packed, dtype)
+        repacked = repack(packed, dtype)
+        self.register_buffer("weight", repacked.weight)
+        self.register_buffer("scale", repacked.scale)
+        self.register_buffer("zero", repacked.zero)
+        self.register_buffer("order", repacked.order)
+
+    @classmethod
+    def refusal(cls, packed: PackedWeight, dtype: torch.dtype) -> str | None:
+        """Why the kernels cannot serve the layer, or None where they can; may build them, once."""
+        device = packed.qweight.device
+        if device.type != "cuda":
+            return f"it serves NVIDIA GPUs only, and the layer is on {device}"
+        capability = torch.cuda.get_device_capability(device)
+        if capability < OLDEST_CAPABILITY:
+            return f"{torch.cuda.get_device_name(device)} has compute capability {capability}, and 8.0 is needed"
+        unfit = refusal(packed, dtype)
+        return unfit if unfit is not None else find_library().reason or None
+
+    def repacked(self) -> RepackedWeight:
+        """The layer's tensors where they now are."""
+        return RepackedWeight(
+            weight=self.weight,
+            scale=self.scale,
+            zero=self.zero,
+            order=self.order,
+            bits=self.bits,
+            group_size=self.group_size,
+            in_features=self.in_features,
+            out_features=self.out_features,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output, (..., out) in the dtype of `x`, which is (..., in) in the dtype it was loaded for."""
+        return matmul(x, self.repacked(), self.bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Move as every module does, but keep the dtypes: `model.to(dtype)` must not change what the kernels read."""
+        scale, bias = self.scale, self.bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.scale.dtype != scale.dtype:
+            self.scale = scale.to(self.scale.device)
+            self.bias = None if bias is None else bias.to(self.scale.device)
+        return self

@@ -1,0 +1,113 @@
+"""A quantized weight in the kernel's layout, and products with it.
+
+The original words are not kept: a repacked layer takes the place of the packed one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import ops  # noqa: F401  (defines torch.ops.gptqkit)
+from .launcher import DTYPES
+from .packed import PackedWeight
+
+_STEP = 16
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RepackedWeight:
+    """One layer as the kernels read it; layouts in `csrc/api.h`.
+
+    Attributes:
+        weight: Codes, int32 (tiles of 64 outputs, tiles of 64 inputs, bits, 32, 4), padded with 0.
+        scale: (groups, out padded to 64) in the dtype of the activations.
+        zero: Like `scale`: uint8, or int16 at 8 bits.
+        order: For act-order, the inputs in the order that the codes have, int32 (in,); else None.
+        bits: Bits per code.
+        group_size: Columns per group, in that order.
+        in_features: Columns of the weight.
+        out_features: Rows of the weight.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    zero: Tensor
+    order: Tensor | None
+    bits: int
+    group_size: int
+    in_features: int
+    out_features: int
+
+
+def repack(packed: PackedWeight, dtype: torch.dtype) -> RepackedWeight:
+    """`packed` for activations of `dtype`, on its device; there must be no `refusal`.
+
+    Scales of another dtype are rounded to `dtype`.
+    """
+    order = torch.argsort(packed.g_idx, stable=True).to(torch.int32) if packed.act_order else None
+    scale, zero = torch.ops.gptqkit.repack_grid(packed.scales.to(dtype), packed.qzeros, packed.bits, packed.zero_offset)
+    return RepackedWeight(
+        weight=torch.ops.gptqkit.repack_weight(packed.qweight, order, packed.bits),
+        scale=scale,
+        zero=zero,
+        order=order,
+        bits=packed.bits,
+        group_size=packed.group_size,
+        in_features=packed.in_features,
+        out_features=packed.out_features,
+    )
+
+
+def matmul(x: Tensor, weight: RepackedWeight, bias: Tensor | None = None) -> Tensor:
+    """The product x weightT + bias, (..., out), for x (..., in) in the dtype of the scales.
+
+    Differentiable in x, by way of the dense weight.
+    """
+    ordered = x if weight.order is None else x.index_select(-1, weight.order)
+    if x.requires_grad and torch.is_grad_enabled():
+        return torch.nn.functional.linear(ordered, dequantize(weight), bias)
+    y: Tensor = torch.ops.gptqkit.linear(
+        ordered,
+        weight.weight,
+        weight.scale,
+        weight.zero,
+        bias,
+        weight.bits,
+        weight.group_size,
+        weight.out_features,
+    )
+    return y
+
+
+def dequantize(weight: RepackedWeight) -> Tensor:
+    """The dense weight, (out, in) in the dtype of the scales, its columns in the order of `weight.order`."""
+    dense: Tensor = torch.ops.gptqkit.dequantize(
+        weight.weight,
+        weight.scale,
+        weight.zero,
+        weight.bits,
+        weight.group_size,
+        weight.out_features,
+        weight.in_features,
+    )
+    return dense
+
+
+def refusal(packed: PackedWeight, dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot compute with the layer, whatever the device, or None where they can."""
+    if dtype not in DTYPES:
+        return f"the activations are {dtype}, and the kernels compute in float16 or bfloat16; load with such a dtype"
+    if packed.bits not in (2, 3, 4, 8):
+        return f"the layer has {packed.bits} bits, and the kernels know 2, 3, 4 and 8"
+    if packed.in_features % 32:
+        return f"the layer has {packed.in_features} inputs, and the kernels need a multiple of 32"
+    if packed.group_size % _STEP and packed.group_size < packed.in_features:
+        return f"the layer has groups of {packed.group_size} columns, and the kernels need a multiple of {_STEP}"
+    if packed.act_order:
+        members = torch.bincount(packed.g_idx.long(), minlength=packed.scales.shape[0])
+        if bool((members[:-1] != packed.group_size).any()):
+            return f"g_idx gives some groups more or less than {packed.group_size} columns, so they cannot be sorted"
+    return None

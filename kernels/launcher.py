@@ -1,0 +1,222 @@
+"""The kernels of a library on tensors: allocation, choice of the path, streams.
+
+Two paths compute x WT + bias. Few rows of x run on the fused kernel, which reads the packed weight once. Many rows are
+bound by arithmetic: the weight is dequantized, a few output rows at a time into one small buffer that stays in the
+cache of the GPU, and each part goes through torch's dense product. `Tuning` says where one becomes the other.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import BackendError, ShapeError
+from .library import KernelLibrary, find_library
+from .tickets import Tickets
+from .tuning import Tuning, tuning_for
+
+DTYPES = {torch.float16: 0, torch.bfloat16: 1}
+
+# Of the dense weight that exists at a time: large enough for full matrix products, small enough for the L2 cache.
+DENSE_BYTES = 24 << 20
+
+TILE = 64
+
+
+def zero_dtype(bits: int) -> torch.dtype:
+    """What holds every zero 0 ... 2^bits: int16 stands for the interface's uint16."""
+    return torch.int16 if bits == 8 else torch.uint8
+
+
+class Launcher:
+    """One device with the library and the constants that serve it."""
+
+    def __init__(self, library: KernelLibrary, device: torch.device, tuning: Tuning, multiprocessors: int) -> None:
+        self.library = library
+        self.device = device
+        self.tuning = tuning
+        self.multiprocessors = multiprocessors
+        self.tickets = Tickets(device)
+        self._split = lru_cache(maxsize=4096)(self._choose_split)
+        self._workspace = lru_cache(maxsize=4096)(library.workspace)
+
+    def repack_weight(self, qweight: Tensor, rows: Tensor | None, bits: int) -> Tensor:
+        """Codes in the kernel's layout; see `ops.repack_weight`."""
+        n, k = qweight.shape[1], qweight.shape[0] * 32 // bits
+        weight = qweight.new_empty(weight_shape(n, k, bits))
+        with self._current():
+            arguments = (bits, _pointer(qweight.contiguous()), _pointer(rows), _pointer(weight), n, k, self._stream())
+            self.library.run("gptqkit_repack_weight", *arguments)
+        return weight
+
+    def repack_grid(self, scales: Tensor, qzeros: Tensor, bits: int, zero_offset: int) -> tuple[Tensor, Tensor]:
+        """Scales and zeros in the kernel's order; see `ops.repack_grid`."""
+        groups, n = scales.shape
+        scale = scales.new_empty(grid_shape(groups, n))
+        zero = scales.new_empty(grid_shape(groups, n), dtype=zero_dtype(bits))
+        sources = (_pointer(scales.contiguous()), _pointer(qzeros.contiguous()))
+        with self._current():
+            arguments = (*sources, zero_offset, _pointer(scale), _pointer(zero), n, groups, self._stream())
+            self.library.run("gptqkit_repack_grid", bits, DTYPES[scales.dtype], *arguments)
+        return scale, zero
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor,
+        bias: Tensor | None,
+        bits: int,
+        group_size: int,
+        out_features: int,
+    ) -> Tensor:
+        """The product x WT + bias on the path that is faster; see `ops.linear`."""
+        _check(x, scale)
+        rows = x.reshape(-1, x.shape[-1])
+        layer = (weight, scale, zero, bias, bits, group_size, out_features)
+        if self.tuning.fused(bits, rows.shape[0]):
+            y = self.gemm(rows, *layer, self._split(*rows.shape, out_features))
+        else:
+            y = self.dense_product(rows, *layer)
+        return y.view(*x.shape[:-1], out_features)
+
+    def gemm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor,
+        bias: Tensor | None,
+        bits: int,
+        group_size: int,
+        out_features: int,
+        split: int,
+    ) -> Tensor:
+        """The product x WT + bias on the fused kernel; see `ops.gemm`."""
+        _check(x, scale)
+        m, k = x.shape
+        x = _aligned(x)
+        y = x.new_empty((m, out_features))
+        if m == 0:
+            return y
+        with self._current():
+            stream = self._stream()
+            workspace = tickets = None
+            if split > 1:
+                floats, count = self._workspace(m, out_features, k, split)
+                workspace = x.new_empty(floats, dtype=torch.float32)
+                tickets = self.tickets.take(count, stream)
+            arguments = (*map(_pointer, (weight, scale, zero, bias, y, workspace, tickets)), m, out_features, k)
+            code, step = DTYPES[x.dtype], x.stride(0) if m > 1 else k
+            self.library.run("gptqkit_gemm", bits, code, _pointer(x), step, *arguments, group_size, split, stream)
+        return y
+
+    def dequantize(
+        self, weight: Tensor, scale: Tensor, zero: Tensor, bits: int, group_size: int, out_features: int, columns: int
+    ) -> Tensor:
+        """The dense weight; see `ops.dequantize`."""
+        dense = scale.new_empty((out_features, columns))
+        self._dequantize(dense, 0, weight, scale, zero, bits, group_size, out_features)
+        return dense
+
+    def dense_product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor,
+        bias: Tensor | None,
+        bits: int,
+        group_size: int,
+        out_features: int,
+    ) -> Tensor:
+        """The product x WT + bias by torch, on the weight dequantized a part at a time."""
+        y = x.new_empty((x.shape[0], out_features))
+        step = min(out_features, max(TILE, DENSE_BYTES // (x.element_size() * x.shape[1]) // TILE * TILE))
+        buffer = x.new_empty((step, x.shape[1]))  # torch's allocator hands out the same one at every call
+        for first in range(0, out_features, step):
+            part = slice(first, min(first + step, out_features))
+            dense = buffer[: part.stop - first]
+            self._dequantize(dense, first, weight, scale, zero, bits, group_size, out_features)
+            if bias is None:
+                torch.mm(x, dense.t(), out=y[:, part])
+            else:
+                torch.addmm(bias[part], x, dense.t(), out=y[:, part])
+        return y
+
+    def _dequantize(
+        self,
+        dense: Tensor,
+        first: int,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor,
+        bits: int,
+        group_size: int,
+        out_features: int,
+    ) -> None:
+        """Write the weight's rows from `first` on into `dense`, (count, in)."""
+        with self._current():
+            sizes = (first, dense.shape[0], out_features, dense.shape[1], group_size)
+            tensors = map(_pointer, (weight, scale, zero, dense))
+            self.library.run("gptqkit_dequantize", bits, DTYPES[scale.dtype], *tensors, *sizes, self._stream())
+
+    def _choose_split(self, rows: int, columns: int, out_features: int) -> int:
+        _, tiles = self.library.workspace(rows, out_features, columns, 2)  # one ticket per tile
+        return self.tuning.split(max(1, tiles), columns, self.multiprocessors)
+
+    def _current(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def _stream(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        return int(torch._C._cuda_getCurrentRawStream(self.device.index))
+
+
+@cache
+def launcher_for(device: torch.device) -> Launcher:
+    """The launcher of a GPU.
+
+    Raises:
+        BackendError: There is no library for it.
+    """
+    search = find_library()
+    if search.library is None:
+        raise BackendError(search.reason)
+    properties = torch.cuda.get_device_properties(device)
+    return Launcher(search.library, device, tuning_for(properties.name), properties.multi_processor_count)
+
+
+def weight_shape(out_features: int, in_features: int, bits: int) -> tuple[int, ...]:
+    """The shape of codes in the kernel's layout, int32; see `csrc/api.h`."""
+    return (_padded(out_features) // TILE, _padded(in_features) // TILE, bits, 32, 4)
+
+
+def grid_shape(groups: int, out_features: int) -> tuple[int, int]:
+    """The shape of scales and zeros in the kernel's order."""
+    return (groups, _padded(out_features))
+
+
+def _padded(size: int) -> int:
+    return -(-size // TILE) * TILE
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _check(x: Tensor, scale: Tensor) -> None:
+    if x.dtype != scale.dtype:
+        raise ShapeError(f"x is {x.dtype}, and the layer was made for {scale.dtype}; load the model with that dtype")
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """`x`, (rows, columns), or a copy where the kernel cannot read it in steps of eight elements."""
+    readable = x.stride(1) == 1 and x.data_ptr() % 16 == 0 and (x.shape[0] <= 1 or x.stride(0) % 8 == 0)
+    return x if readable else x.clone(memory_format=torch.contiguous_format)

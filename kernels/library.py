@@ -1,0 +1,182 @@
+"""The compiled kernels: where they are found, how they are loaded, and why they are not.
+
+The library speaks C (`csrc/api.h`), so one file serves every version of torch and Python. It is looked for beside this
+module, where the wheel puts it, and then in the user's cache, where it is built once if nvcc is there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ..errors import BackendError
+from . import build
+
+ABI = 1
+FILE_NAME = "libgptqkit.so"
+
+_LOG = logging.getLogger("gptqkit")
+_HERE = Path(__file__).parent
+
+# The functions that return an error code, with the types of their arguments; tensors are pointers.
+_SIGNATURES = {
+    "gptqkit_versions": [POINTER(c_int), POINTER(c_int)],
+    "gptqkit_repack_weight": [c_int, c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p],
+    "gptqkit_repack_grid": [c_int, c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int, c_int, c_void_p],
+    "gptqkit_workspace": [c_int, c_int, c_int, c_int, POINTER(c_int64), POINTER(c_int64)],
+    "gptqkit_gemm": [c_int, c_int, c_void_p, c_int64, *[c_void_p] * 7, *[c_int] * 5, c_void_p],
+    "gptqkit_dequantize": [c_int, c_int, *[c_void_p] * 4, *[c_int] * 5, c_void_p],
+}
+
+
+class KernelLibrary:
+    """A loaded library, checked for its interface's number.
+
+    Attributes:
+        path: The file.
+        driver: CUDA version that the driver serves, 1000 * major + 10 * minor; 0 where there is no driver.
+        built: CUDA version that the library was built with; 0 in the emulator.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Load `path`.
+
+        Raises:
+            BackendError: It is no library for this machine, or has another interface.
+        """
+        self.path = path
+        try:
+            self._handle = ctypes.CDLL(str(path))
+            abi = int(self._handle.gptqkit_abi())
+        except (OSError, AttributeError) as error:
+            raise BackendError(f"{path} cannot be loaded: {error}; build it again") from error
+        if abi != ABI:
+            raise BackendError(f"{path} has interface {abi}, and this version of gptqkit needs {ABI}; build it again")
+        for name, arguments in _SIGNATURES.items():
+            getattr(self._handle, name).argtypes = arguments
+        self._handle.gptqkit_error.restype = c_char_p
+        driver, built = c_int(), c_int()
+        self.run("gptqkit_versions", byref(driver), byref(built))
+        self.driver, self.built = driver.value, built.value
+
+    def run(self, name: str, *arguments: object) -> None:
+        """Call a function of `csrc/api.h`.
+
+        Raises:
+            BackendError: It returned an error code; the message is the library's.
+        """
+        code = getattr(self._handle, name)(*arguments)
+        if code:
+            raise BackendError(f"{name}: {self._handle.gptqkit_error(code).decode(errors='replace')} (code {code})")
+
+    def workspace(self, m: int, n: int, k: int, split: int) -> tuple[int, int]:
+        """How many float32 partial sums and int32 tickets a product of these sizes needs."""
+        floats, tickets = c_int64(), c_int64()
+        self.run("gptqkit_workspace", m, n, k, split, byref(floats), byref(tickets))
+        return floats.value, tickets.value
+
+    def check_driver(self) -> None:
+        """Refuse a driver that cannot run the library: one of an older major version than the compiler.
+
+        Raises:
+            BackendError: With both versions.
+        """
+        if self.driver == 0:
+            raise BackendError("no NVIDIA driver answers; install one")
+        if self.driver // 1000 < self.built // 1000:
+            raise BackendError(
+                f"the NVIDIA driver serves CUDA {_version(self.driver)}, and {self.path} was built with CUDA "
+                f"{_version(self.built)}; update the driver, or build with an nvcc of CUDA {self.driver // 1000}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What came of looking for the library.
+
+    Attributes:
+        library: Loaded and fit for the driver, or None.
+        reason: Why there is none, in half a sentence; empty where there is one.
+    """
+
+    library: KernelLibrary | None
+    reason: str
+
+
+def open_library(folder: Path, cache_folder: Path) -> KernelLibrary:
+    """The library of `folder`, or else of `cache_folder`, where it is built if it is not there yet.
+
+    Args:
+        folder: Where an installation would have put it.
+        cache_folder: Of the user's; a name made of the sources' hash keeps versions apart.
+
+    Raises:
+        BackendError: There is none and it cannot be built, or the one found cannot be used.
+    """
+    installed = folder / FILE_NAME
+    if installed.exists():
+        library = KernelLibrary(installed)
+    else:
+        library = KernelLibrary(_build_once(cache_folder / sources_hash() / FILE_NAME))
+    library.check_driver()
+    return library
+
+
+@cache
+def find_library() -> Search:
+    """The library for this process's GPUs; looked for, and if need be built, at the first call only."""
+    try:
+        return Search(library=open_library(_HERE, Path.home() / ".cache" / "gptqkit"), reason="")
+    except BackendError as error:
+        return Search(library=None, reason=str(error))
+
+
+def sources_hash() -> str:
+    """A name for the sources as they are now, so that no library of others is taken for theirs."""
+    digest = hashlib.sha256()
+    for file in sorted([_HERE / "build.py", *(_HERE / "csrc").iterdir()]):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _build_once(target: Path) -> Path:
+    """`target`, built under a lock unless it is there; other processes wait, and find it."""
+    if target.exists():
+        return target
+    nvcc = build.find_nvcc()
+    if nvcc is None:
+        raise BackendError(
+            "the kernels are not built and nvcc is not found; install the CUDA toolkit, or a built wheel"
+        )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(target.parent / "lock"):
+            if not target.exists():
+                _LOG.warning("building the CUDA kernels into %s; this happens once and takes minutes", target)
+                partial = target.with_suffix(f".{os.getpid()}")
+                build.build(partial)
+                partial.rename(target)
+    except (OSError, build.BuildError) as error:
+        raise BackendError(f"the kernels could not be built with {nvcc}: {error}") from error
+    return target
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    import fcntl  # POSIX only, as building is; the rest of this module imports anywhere
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file closes, also by a crash
+        yield
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"

@@ -1,0 +1,77 @@
+"""Whole models on the kernels: the emulator's on every machine, the real ones where there is a GPU."""
+
+from types import MappingProxyType
+
+import pytest
+import torch
+
+from gptqkit.evaluating import evaluate
+from gptqkit.kernels import backend
+from gptqkit.loading import load
+from gptqkit.quantizer.config import QuantizeConfig
+from gptqkit.quantizing import quantize
+from support.emulation import EmulatedLinear
+
+
+@pytest.fixture(scope="module")
+def checkpoint(example_model, small_text, tmp_path_factory):
+    """The example model at 3 bits, asymmetric, with act-order: everything at once."""
+    out = tmp_path_factory.mktemp("example") / "q"
+    config = QuantizeConfig(bits=3, group_size=64, sym=False, desc_act=True, format="gptq_v2")
+    quantize(example_model, [small_text], out, config, samples=4, sequence_length=64, device="cpu")
+    return out
+
+
+@pytest.fixture
+def emulated(emulation, monkeypatch):
+    """Lets `load` take the backend "emulated"."""
+    kinds = {**backend.BACKENDS, EmulatedLinear.backend: EmulatedLinear}
+    monkeypatch.setattr(backend, "BACKENDS", MappingProxyType(kinds))
+    return emulation
+
+
+SETTINGS = {"sequence_length": 16, "max_windows": 2, "batch_size": 1, "dtype": "float16"}
+
+
+@pytest.mark.parametrize("crossover", [10**6, 1], ids=["fused", "dense"])
+def test_perplexity_equals_the_reference_backends(checkpoint, emulated, small_text, crossover, monkeypatch):
+    tuning = type(emulated.launcher.tuning)(
+        blocks_per_multiprocessor=2, least_inputs_per_block=64, crossover=dict.fromkeys((2, 3, 4, 8), crossover)
+    )
+    monkeypatch.setattr(emulated.launcher, "tuning", tuning)
+    emulated.launcher._split.cache_clear()
+    reference = evaluate(checkpoint, [small_text], device="cpu", backend="torch", **SETTINGS)
+    scores = evaluate(checkpoint, [small_text], device="cpu", backend="emulated", **SETTINGS)
+    emulated.launcher._split.cache_clear()
+    assert scores.backend == "emulated"
+    assert scores.perplexity == pytest.approx(reference.perplexity, rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_perplexity_on_a_gpu(checkpoint, example_data, dtype):
+    settings = {"sequence_length": 512, "max_windows": 8, "dtype": dtype, "device": "cuda"}
+    scores = evaluate(checkpoint, example_data / "heldout.txt", **settings)
+    reference = evaluate(checkpoint, example_data / "heldout.txt", backend="torch", **settings)
+    assert (scores.backend, reference.backend) == ("cuda", "torch")
+    assert scores.perplexity == pytest.approx(reference.perplexity, rel=1e-3 if dtype == "float16" else 1e-2)
+
+
+@pytest.mark.gpu
+def test_memory_of_a_loaded_model(checkpoint):
+    before = torch.cuda.memory_allocated()
+    model, _ = load(checkpoint, device="cuda", backend="torch")
+    reference = torch.cuda.memory_allocated() - before
+    del model
+    before = torch.cuda.memory_allocated()
+    model, _ = load(checkpoint, device="cuda")
+    assert model.gptqkit_backend.name == "cuda"
+    assert torch.cuda.memory_allocated() - before <= 1.05 * reference
+
+
+@pytest.mark.gpu
+def test_generation_on_a_gpu(checkpoint):
+    model, tokenizer = load(checkpoint, device="cuda")
+    prompt = tokenizer("The captain said", return_tensors="pt").to("cuda")
+    ids = [model.generate(**prompt, max_new_tokens=12, do_sample=False) for _ in range(2)]
+    assert torch.equal(*ids)
