@@ -330,6 +330,7 @@ def test_libraries_are_silenced_in_the_command_only() -> None:
         "def evaluate(*args, **options):\n"
         "    import transformers\n"
         "    transformers.utils.logging.get_logger('transformers.models').warning('chatter')\n"
+        "    logging.getLogger('huggingface_hub.utils._http').warning('chatter')\n"
         "    raise OSError('no such model')\n"
         "gptqkit.evaluate = evaluate\n"
         "sys.exit(cli.main(['evaluate', 'model', '--dataset', 'a.txt']))\n"
