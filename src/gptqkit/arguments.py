@@ -1,7 +1,7 @@
 """The grammar of the command line: every option, its default and its help.
 
-The choices and defaults repeat those of the library (a test compares them with `QuantizeConfig`), because importing it
-would import torch, and help must answer at once.
+The choices and defaults repeat those of the library (a test compares them), because importing it would import
+torch, and help must answer at once.
 """
 
 from __future__ import annotations
