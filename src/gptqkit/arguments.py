@@ -209,7 +209,10 @@ def _add_evaluate(commands: Any) -> None:
         help="the float model: adds mean KL divergence (nats per token) and how often both prefer the same token",
     )
     command.add_argument(
-        "--sequence-length", type=_positive, default=2048, metavar="TOKENS", help=_with_default("tokens in a window")
+        "--sequence-length",
+        type=_positive,
+        metavar="TOKENS",
+        help="tokens in a window (default: 2048, or the most that the model takes where that is less)",
     )
     command.add_argument(
         "--stride",
