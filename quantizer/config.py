@@ -130,6 +130,10 @@ class QuantizeConfig:
         """The smallest zero that the checkpoint format can hold: v1 stores zero - 1, so 1."""
         return 1 if self.format == "gptq" else 0
 
+    def plain_rounding(self) -> QuantizeConfig:
+        """The same grids without search or solver: what every method is compared with."""
+        return dataclasses.replace(self, method="rtn", mse=False)
+
     def for_module(self, name: str) -> QuantizeConfig | None:
         """The settings that hold for the module called `name`, or None where it stays in floating point."""
         for pattern, override in self.overrides.items():

@@ -1,0 +1,40 @@
+# Everything sets itself up: `make demo` and `make test` need no more than Python 3.10 or later.
+#   make test      the tests
+#   make demo      quantize the example model at 4, 3 and 2 bits, reload it and measure it
+#   make check     what CI runs: ruff, mypy, tests
+#   make clients   load our checkpoints with other programs, in environments of their own (long)
+# PYTHON is the interpreter that makes the environment, VENV where it goes.
+
+PYTHON ?= python3
+VENV ?= .venv
+
+python := $(VENV)/bin/python
+# pip writes the command on installing, so it also tells when that was done.
+installed := $(VENV)/bin/gptqkit
+
+.PHONY: setup test demo check clients clean
+
+setup: $(installed)
+
+$(installed): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(python) -m pip install -c constraints.txt -e ".[dev]"
+	touch $@
+
+test: $(installed)
+	$(python) -m pytest
+
+demo: $(installed)
+	$(python) examples/demo.py
+
+check: $(installed)
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+	$(python) -m mypy
+	$(python) -m pytest
+
+clients: $(installed)
+	tests/clients/run
+
+clean:
+	rm -rf build dist demo-out *.egg-info

@@ -1,0 +1,125 @@
+"""Time of the solver, split into its parts, each beside the time of the matrix products that it cannot do without.
+
+    python benchmarks/solver.py [--device cpu] [--json FILE] [--tokens 8192] [--repeats 3]
+
+Parts: statistics (H from tokens), factorisation, sweep (grids, codes, error propagation), packing. Floors, in brackets
+and from the same process: the product x xT; a product with the Cholesky factorisation's n^3 / 3 operations; the two
+products per block that bring a block up to date. Times are the best of the repeats, in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from gptqkit.calibration.hessian import InputStatistics
+from gptqkit.export.gptq import to_tensors
+from gptqkit.quantizer.config import QuantizeConfig
+from gptqkit.quantizer.factor import factorize
+from gptqkit.quantizer.order import column_order
+from gptqkit.quantizer.solver import solve_gptq
+
+PARTS = ("statistics", "factorisation", "sweep", "packing")
+SHAPES = ((1024, 1024), (4096, 4096), (4096, 11008))  # (out, in)
+
+
+def best_time(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of the fastest of `repeats` runs."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def measure(rows: int, columns: int, config: QuantizeConfig, device: torch.device, tokens: int, repeats: int) -> dict:
+    """One row of the table: parts and floors in seconds."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(rows, columns, generator=generator).to(device)
+    inputs = torch.randn(tokens, columns, generator=generator).mul_(torch.rand(columns, generator=generator) + 0.1)
+    inputs = inputs.to(device)
+    statistics = InputStatistics(columns, device)
+    statistics.update(inputs)
+    hessian = statistics.hessian()
+    order = column_order(
+        hessian.diagonal(),
+        config.group_size or columns,
+        desc_act=config.desc_act,
+        static_groups=config.static_groups,
+        act_group_aware=bool(config.act_group_aware),
+    )
+    parts = {"statistics": best_time(lambda: InputStatistics(columns, device).update(inputs), device, repeats)}
+    parts["factorisation"] = best_time(
+        lambda: factorize(hessian, order.permutation, config.damp, torch.float32), device, repeats
+    )
+    solved = solve_gptq(weight, hessian, config)
+    parts["sweep"] = best_time(lambda: solve_gptq(weight, hessian, config), device, repeats) - parts["factorisation"]
+    parts["packing"] = best_time(lambda: to_tensors(solved.weight, config.format), device, repeats)
+
+    block = config.block_size
+    error = weight.T.contiguous()
+    upper = hessian
+    inverse = hessian[:block, :block].contiguous()
+
+    def products() -> None:
+        for start in range(block, columns, block):
+            error[start : start + block].addmm(inverse.T, upper[:start, start : start + block].T @ error[:start])
+
+    floors = {
+        "statistics": best_time(lambda: inputs.T @ inputs, device, repeats),
+        "factorisation": best_time(lambda: hessian @ hessian[:, : columns // 6].contiguous(), device, repeats),
+        "sweep": best_time(products, device, repeats),
+    }
+    quantizing = parts["factorisation"] + parts["sweep"] + parts["packing"]
+    ratio = quantizing / (floors["factorisation"] + floors["sweep"])
+    return {"shape": [rows, columns], "seconds": parts, "floor_seconds": floors, "times_floor": ratio}
+
+
+def main() -> None:
+    """Measure every shape and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=8192, help="calibration tokens of the statistics (default 8192)")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the numbers here as well")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    config = QuantizeConfig(bits=arguments.bits, group_size=arguments.group_size, sym=False)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    threads = torch.get_num_threads()
+    print(f"{name}, {threads} threads, torch {torch.__version__}")
+    print(f"{config.bits} bits, groups of {config.group_size}, asymmetric, {arguments.tokens} tokens; seconds (floor)")
+    print(f"{'out x in':>14} | " + " | ".join(f"{part:>15}" for part in PARTS))
+    results = []
+    for rows, columns in SHAPES:
+        result = measure(rows, columns, config, device, arguments.tokens, arguments.repeats)
+        results.append(result)
+        cells = []
+        for part, seconds in result["seconds"].items():
+            floor = result["floor_seconds"].get(part)
+            cells.append(f"{seconds:7.3f}" + (f" ({floor:.3f})" if floor is not None else ""))
+        print(
+            f"{rows:>6} x {columns:>5} | "
+            + " | ".join(f"{cell:>15}" for cell in cells)
+            + f" | factorise + sweep + pack = {result['times_floor']:.2f} x their matrix products",
+            flush=True,
+        )
+    if arguments.json:
+        settings = {"bits": config.bits, "group_size": config.group_size, "tokens": arguments.tokens}
+        report = {"device": name, "threads": threads, "torch": torch.__version__, **settings, "results": results}
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

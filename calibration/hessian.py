@@ -1,0 +1,79 @@
+"""What the solvers need to know of a Linear's inputs: second moments, streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..errors import CalibrationError, ShapeError
+
+
+class InputStatistics:
+    """Running sums over tokens of x xT and, for GPTAQ, of (x_float - x) xT.
+
+    One instance serves all modules that receive the same tensor. Sums are float32 with TF32 off; nothing but the sums
+    is kept.
+
+    Args:
+        columns: Input features of the modules.
+        device: Where the sums live.
+        cross: Accumulate C as well.
+    """
+
+    def __init__(self, columns: int, device: torch.device, *, cross: bool = False) -> None:
+        self.tokens = 0
+        self._hessian = torch.zeros(columns, columns, device=device)
+        self._cross = torch.zeros(columns, columns, device=device) if cross else None
+
+    def update(self, inputs: Tensor, float_inputs: Tensor | None = None) -> None:
+        """Add a batch of tokens.
+
+        Args:
+            inputs: x, (tokens, in), any float dtype: what the partly quantized model feeds the modules.
+            float_inputs: x~, the same tokens in the float model; needed exactly when `cross` was asked for.
+
+        Raises:
+            ShapeError: The two streams differ in shape, or only one came where both are needed.
+        """
+        if (float_inputs is None) != (self._cross is None):
+            raise ShapeError(
+                "float_inputs must come with every update, or with none: cross statistics pair the streams"
+            )
+        x = inputs.float()
+        with full_float32():
+            self._hessian.addmm_(x.T, x)
+            if self._cross is not None and float_inputs is not None:
+                if float_inputs.shape != inputs.shape:
+                    raise ShapeError(
+                        f"the float model's inputs are {tuple(float_inputs.shape)}, the quantized model's "
+                        f"{tuple(inputs.shape)}; GPTAQ pairs them token by token"
+                    )
+                self._cross.addmm_((float_inputs.float() - x).T, x)
+        self.tokens += x.shape[0]
+
+    def hessian(self) -> Tensor:
+        """H = mean over tokens of x xT, (in, in) float32."""
+        return self._hessian / self._count()
+
+    def cross(self) -> Tensor | None:
+        """C = mean over tokens of (x~ - x) xT, (in, in) float32 (arXiv 2504.02692, dXXT); None where not asked for."""
+        return None if self._cross is None else self._cross / self._count()
+
+    def _count(self) -> int:
+        if self.tokens == 0:
+            raise CalibrationError("no calibration token reached this module; give more or other calibration text")
+        return self.tokens
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Matrix products of float32 in float32: TF32 and the like are off inside, as before outside."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,94 @@
+"""A directory that appears complete or not at all.
+
+It is written under a temporary name beside its target, `.NAME.gptqkit-incomplete-XXXXXXXX`, synced, and renamed. What a
+crash leaves behind can be recognised by that name and deleted.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import OutputExistsError
+
+
+@contextmanager
+def staged(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A new directory to fill; it becomes `target` when the block ends, and vanishes when the block raises.
+
+    Args:
+        target: The directory to make; missing parents are made too.
+        overwrite: Replace a checkpoint that is there already, after the new one is complete.
+
+    Raises:
+        OutputExistsError: The target exists, and `overwrite` is not set or it is no checkpoint.
+        OSError: The disk refused; nothing is left behind.
+    """
+    target = Path(os.path.realpath(target))
+    check_target(target, overwrite=overwrite)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    directory = _beside(target, "incomplete")
+    directory.mkdir()
+    try:
+        yield directory
+        _sync(directory)
+        check_target(target, overwrite=overwrite)
+        _rename(directory, target)
+    except BaseException:  # Ctrl-C too: nothing half-written stays
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    _sync_directory(target.parent)
+
+
+def check_target(target: Path, *, overwrite: bool) -> None:
+    """Refuse a target that must not be replaced, before any work starts.
+
+    Raises:
+        OutputExistsError: The target exists, and `overwrite` is not set or it is no checkpoint.
+    """
+    if not os.path.lexists(target):
+        return
+    if not overwrite:
+        raise OutputExistsError(f"{target} exists already; choose another directory, or ask to overwrite it")
+    if not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").is_file()):
+        raise OutputExistsError(
+            f"{target} is no checkpoint directory (it has no config.json), so it is not overwritten; choose another"
+        )
+
+
+def _rename(directory: Path, target: Path) -> None:
+    if not target.exists():
+        directory.rename(target)
+        return
+    old = _beside(target, "replaced")
+    target.rename(old)
+    try:
+        directory.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
+    shutil.rmtree(old)
+
+
+def _beside(target: Path, what: str) -> Path:
+    return target.with_name(f".{target.name}.gptqkit-{what}-{secrets.token_hex(4)}")
+
+
+def _sync(directory: Path) -> None:
+    for root, _, files in os.walk(directory):
+        for name in files:
+            with open(os.path.join(root, name), "rb") as file:
+                os.fsync(file.fileno())
+        _sync_directory(Path(root))
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,239 @@
+"""Quantized weights and the rest of a model -> a GPTQ checkpoint directory."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..errors import CheckpointError, ConversionError, ShapeError
+from ..quantizer.config import QuantizeConfig
+from ..quantizer.quantized import QuantizedWeight
+from ..version import __version__
+from .card import model_card
+from .gptq import to_tensors
+from .quantization_config import quantization_json
+from .reader import open_checkpoint
+from .shards import same_bits
+from .staging import staged
+
+MAX_SHARD_BYTES = 4 << 30
+REPORT = "quantization_report.json"
+
+
+class SavesItself(Protocol):
+    """A tokenizer, as transformers has them."""
+
+    def save_pretrained(self, save_directory: str) -> object:
+        """Write the tokenizer's files into a directory."""
+
+
+def write_checkpoint(
+    out: Path,
+    *,
+    config: QuantizeConfig,
+    weights: Mapping[str, QuantizedWeight],
+    other_tensors: Mapping[str, Tensor],
+    model_config: Mapping[str, Any],
+    report: Mapping[str, Any],
+    tokenizer: SavesItself | None = None,
+    generation_config: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    finish: Callable[[Path], Mapping[str, Any]] | None = None,
+) -> None:
+    """Write a checkpoint, read every tensor back, and only then let it appear under its name.
+
+    Args:
+        out: The directory to make.
+        config: The settings; `config.format` is the format written.
+        weights: Every quantized module by its full name. Codes, scales and zeros go into the file untouched.
+        other_tensors: All other tensors by their full names (biases, norms, embeddings), in the dtype to store. Tied
+            tensors are given once.
+        model_config: config.json of the model; the quantization config is added and local paths are left out.
+        report: quantization_report.json.
+        tokenizer: Saved beside the weights.
+        generation_config: generation_config.json.
+        overwrite: Replace a checkpoint that is there already, after the new one is complete.
+        max_shard_bytes: Start a new file before one grows beyond this; a larger tensor gets a file of its own.
+        finish: Called with the complete, verified directory before it is renamed; what it returns is merged into the
+            report, before report and model card are written.
+
+    Raises:
+        OutputExistsError: `out` exists, and `overwrite` is not set or it is no checkpoint.
+        ConversionError: Zeros that the format cannot hold.
+        ShapeError: A module whose dimensions cannot be packed, or tensors given twice.
+        CheckpointError: A tensor reads back differently from what was written.
+        OSError: The disk refused; nothing is left behind.
+    """
+    _check_names(weights, other_tensors)
+    matrices = [name for name, tensor in other_tensors.items() if tensor.ndim == 2]
+    quantization = quantization_json(config, weights, matrices, __version__)
+    with staged(out, overwrite=overwrite) as directory:
+        _write_shards(directory, _all_tensors(weights, other_tensors, config), max_shard_bytes)
+        write_json(directory / "config.json", {**_public_config(model_config), "quantization_config": quantization})
+        write_json(directory / "quantize_config.json", quantization)
+        if generation_config is not None:
+            write_json(directory / "generation_config.json", _without_paths(generation_config))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(directory))
+            _clean_tokenizer_config(directory / "tokenizer_config.json")
+        _verify(directory, weights, other_tensors)
+        measured = dict(finish(directory)) if finish is not None else {}
+        full_report = public_report({**report, **measured})
+        write_json(directory / REPORT, full_report)
+        (directory / "README.md").write_text(model_card(full_report, quantization), encoding="utf-8", newline="\n")
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write `values` as indented JSON that ends in a newline, the same on every system."""
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
+
+
+def public_report(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The report for a published file: without local paths, and with None for numbers that JSON cannot hold."""
+    report = _finite(report)
+    measured = [{**row, "dataset": _public_name(row["dataset"])} for row in report.get("perplexity") or []]
+    return {
+        **report,
+        **({"model": _public_name(report["model"])} if report.get("model") else {}),
+        **({"perplexity": measured} if measured else {}),
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _public_name(name: object) -> str:
+    text = str(name)
+    local = Path(text).is_absolute() or text.startswith((".", "~")) or Path(text).exists()
+    return Path(text).resolve().name if local else text
+
+
+def _public_config(model_config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json as transformers 4 and 5 read it: version 5 renamed the keys of rope and of the dtype."""
+    values = _without_paths(model_config)
+    rope = values.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" in rope:
+        values.setdefault("rope_theta", rope["rope_theta"])
+        if rope.get("rope_type", "default") != "default":
+            values.setdefault("rope_scaling", rope)
+    if "dtype" in values:
+        values["dtype"] = str(values["dtype"]).removeprefix("torch.")
+        values["torch_dtype"] = values["dtype"]
+    return values
+
+
+def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in ("_name_or_path", "name_or_path")}
+
+
+def _clean_tokenizer_config(path: Path) -> None:
+    """Leave out where the tokenizer came from on this machine."""
+    private = ("name_or_path", "tokenizer_file", "is_local", "local_files_only")
+    if path.exists():
+        values = json.loads(path.read_bytes())
+        kept = {key: value for key, value in values.items() if key not in private}
+        if kept != values:
+            write_json(path, kept)
+
+
+def _check_names(weights: Mapping[str, QuantizedWeight], other_tensors: Mapping[str, Tensor]) -> None:
+    for name in other_tensors:
+        module, _, key = name.rpartition(".")
+        if module in weights and key != "bias":
+            raise ShapeError(f"{name} was given beside the quantized {module}; leave it out of the other tensors")
+    seen: dict[int, str] = {}
+    for name, tensor in other_tensors.items():
+        first = seen.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
+        if first != name and other_tensors[first].shape == tensor.shape:
+            raise ShapeError(f"{name} and {first} are one tensor; give tied tensors once")
+
+
+def _all_tensors(
+    weights: Mapping[str, QuantizedWeight], other_tensors: Mapping[str, Tensor], config: QuantizeConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the file by name, made when its turn comes."""
+    for name, weight in weights.items():
+        try:
+            tensors = to_tensors(weight, config.format)
+        except ConversionError as error:
+            raise ConversionError(f"{name}: {error}") from error
+        except ShapeError as error:
+            raise ShapeError(f"{name}: {error}") from error
+        for key, tensor in tensors.items():
+            yield f"{name}.{key}", tensor
+    yield from other_tensors.items()
+
+
+def _write_shards(directory: Path, tensors: Iterator[tuple[str, Tensor]], max_shard_bytes: int) -> None:
+    """Write the tensors as model.safetensors, or as several files with an index, holding one file in memory."""
+    shards: list[list[str]] = []
+    total = 0
+    current: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if current and size + tensor.nbytes > max_shard_bytes:
+            shards.append(_save(directory / _part(len(shards)), current))
+            current, size = {}, 0
+        current[name] = tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
+    shards.append(_save(directory / _part(len(shards)), current))
+    if len(shards) == 1:
+        (directory / _part(0)).rename(directory / "model.safetensors")
+        return
+    weight_map = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+        (directory / _part(number)).rename(directory / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(directory / "model.safetensors.index.json", index)
+
+
+def _part(number: int) -> str:
+    return f"part-{number}.safetensors"
+
+
+def _save(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Write one file and return its names. Clones let go of memory that a tensor shares with others."""
+    ready = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        if own.untyped_storage().nbytes() != own.nbytes or own.data_ptr() in seen:
+            own = own.clone()
+        seen.add(own.data_ptr())
+        ready[name] = own
+    try:
+        save_file(ready, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written: {error}") from error
+    return list(ready)
+
+
+def _verify(directory: Path, weights: Mapping[str, QuantizedWeight], other_tensors: Mapping[str, Tensor]) -> None:
+    """Read everything back and compare it, bit for bit, with what was to be written."""
+    checkpoint = open_checkpoint(directory)
+    if set(checkpoint.layers) != set(weights):
+        raise CheckpointError(f"{directory} reads back with other quantized layers than were written")
+    for name, weight in weights.items():
+        found = checkpoint.quantized_weight(name)
+        for part in ("codes", "scale", "zero", "group_index"):
+            if not same_bits(getattr(found, part), getattr(weight, part)):
+                raise CheckpointError(f"the {part} of {name} reads back differently; disk or memory is faulty")
+    for name, tensor in other_tensors.items():
+        if not same_bits(checkpoint.tensor(name), tensor):
+            raise CheckpointError(f"{name} reads back differently; disk or memory is faulty")

@@ -1,0 +1,77 @@
+"""What a quantization did to every module, and with which settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from .config import QuantizeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleReport:
+    """What happened to one module.
+
+    Attributes:
+        name: Full name.
+        layer: Number of its block; None outside the blocks.
+        shape: (out, in).
+        bits: Bits per weight.
+        group_size: Columns per group.
+        error: ||(W - Q) X|| / ||W X|| on the calibration inputs of the quantized model; None without calibration.
+        rounding_error: The same for plain rounding to min-max grids.
+        worse_than_rounding: Whether `error` exceeds `rounding_error`.
+        damp: Share of mean(diag H) added to the diagonal in the end.
+        damp_escalations: How often damping had to grow.
+        dead_columns: Columns whose inputs were always zero.
+        seconds: Time of the solver.
+    """
+
+    name: str
+    layer: int | None
+    shape: tuple[int, int]
+    bits: int
+    group_size: int
+    error: float | None
+    rounding_error: float | None
+    worse_than_rounding: bool
+    damp: float | None
+    damp_escalations: int
+    dead_columns: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationReport:
+    """A quantization as a whole.
+
+    Attributes:
+        model: Name of the model, without local folders.
+        config: The settings.
+        samples: Calibration samples given.
+        sequence_length: Tokens per sample.
+        seed: Seed that chose the samples.
+        tokens: Calibration tokens that counted (no padding, no excluded samples).
+        excluded_samples: Samples left out for non-finite activations.
+        device: Type of device that did the work.
+        seconds: Time of the whole walk.
+        versions: Versions of the packages that took part.
+        modules: One entry per quantized module, in the order in which they were solved.
+    """
+
+    model: str
+    config: QuantizeConfig
+    samples: int
+    sequence_length: int
+    seed: int
+    tokens: int
+    excluded_samples: int
+    device: str
+    seconds: float
+    versions: dict[str, str]
+    modules: list[ModuleReport] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return dataclasses.asdict(self)

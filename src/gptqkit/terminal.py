@@ -1,0 +1,197 @@
+"""What the command line shows: progress on stderr, results as aligned text."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from .progress import Progress
+
+
+class ProgressDisplay:
+    """A progress callback that draws bars on a terminal, and writes one line per layer anywhere else.
+
+    Args:
+        stream: Where to write; standard error by default.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._bar: tqdm[Any] | None = None
+        self._stage: str | None = None
+        self._started = 0.0
+        self._layer: list[Progress] = []
+
+    def __call__(self, step: Progress) -> None:
+        """Show `step`; a step of another stage closes the bar of the one before."""
+        if step.stage != self._stage:
+            self.close()
+            self._stage = step.stage
+            self._started = time.monotonic()
+            if self._stream.isatty():
+                self._bar = tqdm(total=step.total, desc=step.stage, file=self._stream, dynamic_ncols=True)
+        if self._bar is not None:
+            self._draw(self._bar, step)
+        elif step.module is not None:
+            self._line_per_layer(step)
+        elif step.done == step.total or step.done * 10 // step.total > (step.done - 1) * 10 // step.total:
+            self._write(f"{step.stage}: {step.done} of {step.total}")
+
+    def close(self) -> None:
+        """End the current bar or layer, if there is one."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        self._flush_layer()
+        self._stage = None
+
+    def _draw(self, bar: tqdm[Any], step: Progress) -> None:
+        bar.total = step.total
+        if step.module is not None:
+            bar.set_postfix_str(step.module + (f" error {step.error:.4f}" if step.error is not None else ""), False)
+        bar.update(step.done - bar.n)
+
+    def _line_per_layer(self, step: Progress) -> None:
+        if self._layer and self._layer[-1].layer != step.layer:
+            self._flush_layer()
+        self._layer.append(step)
+        if step.done == step.total:
+            self._flush_layer()
+
+    def _flush_layer(self) -> None:
+        if not self._layer:
+            return
+        last = self._layer[-1]
+        where = last.module if last.layer is None else f"layer {last.layer}"
+        line = f"{last.stage}: {where}, {last.done} of {last.total}"
+        errors = [step.error for step in self._layer if step.error is not None]
+        rounding = [step.rounding_error for step in self._layer if step.rounding_error is not None]
+        if errors:
+            line += f", mean error {sum(errors) / len(errors):.4f}"
+        if rounding:
+            line += f" (rounding {sum(rounding) / len(rounding):.4f})"
+        self._layer = []
+        self._write(line)
+
+    def _write(self, line: str) -> None:
+        self._stream.write(f"{line}, {time.monotonic() - self._started:.1f} s\n")
+        self._stream.flush()
+
+
+def key_values(values: Mapping[str, Any]) -> str:
+    """Nested plain values as aligned lines of text; None is left out.
+
+    >>> print(key_values({"bits": 4, "readers": {"vllm": "loads it"}, "reference": None, "effective_bits": 4.15625}))
+    bits             4
+    readers
+      vllm           loads it
+    effective bits   4.1562
+    """
+    lines = list(_lines(values, 0))
+    width = max((len(label) for label, _ in lines), default=0) + 3
+    return "\n".join(f"{label:{width}}{text}".rstrip() for label, text in lines)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Columns as wide as they need to be: the first to the left, the others to the right.
+
+    >>> print(table(["method", "perplexity"], [["float", 41.2261], ["gptq", None]]))
+    method   perplexity
+    float        41.226
+    gptq              -
+    """
+    cells = [list(header), *([_text(value) for value in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    return "\n".join(
+        "   ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    )
+
+
+def quantization_summary(report: Mapping[str, Any]) -> str:
+    """What a quantization report (`QuantizationReport.to_dict()`) says, in a few lines.
+
+    >>> module = {"name": "a", "error": 0.02, "rounding_error": 0.03, "worse_than_rounding": False}
+    >>> print(quantization_summary({"seconds": 12.5, "modules": [module], "perplexity": []}))
+    modules                     1
+    seconds                     12.5
+    mean error                  0.02
+    mean error of rounding      0.03
+    largest error               0.02 in a
+    worse than plain rounding   none
+    """
+    modules = report["modules"]
+    errors = {m["name"]: m["error"] for m in modules if m.get("error") is not None}
+    rounding = [m["rounding_error"] for m in modules if m.get("rounding_error") is not None]
+    summary: dict[str, Any] = {"modules": len(modules), "seconds": report.get("seconds")}
+    if errors:
+        worst = max(errors, key=lambda name: errors[name])
+        summary["mean error"] = sum(errors.values()) / len(errors)
+        summary["mean error of rounding"] = sum(rounding) / len(rounding) if rounding else None
+        summary["largest error"] = f"{_text(errors[worst])} in {worst}"
+        summary["worse than plain rounding"] = _names(m for m in modules if m.get("worse_than_rounding"))
+    if any(m.get("damp_escalations") for m in modules):
+        summary["damping raised"] = _names(m for m in modules if m.get("damp_escalations"))
+    if any(m.get("dead_columns") for m in modules):
+        summary["dead input columns"] = sum(m.get("dead_columns") or 0 for m in modules)
+    summary["left-out samples"] = report.get("excluded_samples") or None
+    for row in report.get("perplexity") or []:
+        summary[f"perplexity on {row['dataset']}"] = row["perplexity"]
+    return key_values(summary)
+
+
+def checkpoint_summary(summary: Mapping[str, Any]) -> str:
+    """What `inspect` found (`CheckpointSummary.to_dict()`), a line for every fact and every reader.
+
+    >>> reader = {"name": "vLLM", "loads": False, "reasons": ["serves 4 and 8 bits", "serves symmetric groups"]}
+    >>> print(checkpoint_summary({"bits": {2: 7, 3: 35}, "group_sizes": {-1: 42}, "readers": [reader]}))
+    bits          2 (7 layers), 3 (35 layers)
+    group sizes   per row (42 layers)
+    readers
+      vLLM        no: serves 4 and 8 bits; serves symmetric groups
+    """
+    shown = dict(summary)
+    for key in ("bits", "group_sizes"):
+        shown[key] = ", ".join(
+            f"{'per row' if int(value) == -1 else value} ({layers} layers)" for value, layers in summary[key].items()
+        )
+    shown["readers"] = {
+        reader["name"]: "yes" if reader["loads"] else "no: " + "; ".join(reader["reasons"])
+        for reader in summary["readers"]
+    }
+    return key_values(shown)
+
+
+def _lines(values: Mapping[str, Any], depth: int) -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        label = "  " * depth + str(key).replace("_", " ")
+        if isinstance(value, Mapping):
+            yield label, ""
+            yield from _lines(value, depth + 1)
+        elif value is not None:
+            yield label, _text(value)
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.5g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return ", ".join(_text(item) for item in value)
+    return str(value)
+
+
+def _names(modules: Iterable[Mapping[str, Any]]) -> str:
+    return ", ".join(str(module["name"]) for module in modules) or "none"

@@ -1,0 +1,77 @@
+"""What every test shares: no network, GPU tests skipped where there is none, the example model and text."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Before anything imports huggingface_hub, which reads it once: a test that asks the Hub fails at once, and says so.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "gptqkit"
+
+
+def module_names() -> list[str]:
+    """Full names of all modules of gptqkit, found in its sources through the links."""
+    folders = [PACKAGE, *sorted(path for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__")]
+    return [
+        ".".join([*folder.relative_to(PACKAGE.parent).parts, *([] if file.stem == "__init__" else [file.stem])])
+        for folder in folders
+        for file in sorted(folder.glob("*.py"))
+    ]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that takes `module_name` once for every module of gptqkit."""
+    if "module_name" in metafunc.fixturenames:
+        metafunc.parametrize("module_name", module_names())
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip GPU tests where there is no GPU."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs an NVIDIA GPU")
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The root of the repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def all_module_names() -> list[str]:
+    """Full names of all modules of gptqkit."""
+    return module_names()
+
+
+@pytest.fixture(scope="session")
+def example_data(root: Path) -> Path:
+    """The folder with calibration.txt, heldout.txt and wikitext2-test.txt."""
+    return root / "examples" / "data"
+
+
+@pytest.fixture(scope="session")
+def example_model(root: Path) -> Path:
+    """The folder of a small real Llama: 6 blocks, hidden size 256, tied embeddings, 512 positions."""
+    return root / "examples" / "models" / "gutenberg-llama-6m"
+
+
+@pytest.fixture(scope="session")
+def tokenizer(example_model: Path) -> Any:
+    """The tokenizer of `example_model`: 4,096 tokens, adds no special tokens."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(example_model)
+
+
+@pytest.fixture(scope="session")
+def small_text(example_data: Path) -> str:
+    """About 4,000 characters of book text: some thousand tokens."""
+    with (example_data / "calibration.txt").open(encoding="utf-8", newline="") as file:
+        return file.read(4000)

@@ -1,0 +1,68 @@
+import json
+
+import pytest
+
+from gptqkit.errors import ConfigError
+from gptqkit.quantizer.config import ModuleOverride, QuantizeConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bits": 5}, "bits is 5"),
+        ({"group_size": 0}, "group_size is 0"),
+        ({"group_size": -2}, "group_size is -2"),
+        ({"method": "awq"}, "method is 'awq'"),
+        ({"format": "gguf"}, "format is 'gguf'"),
+        ({"damp": 0.0}, "damp is 0.0"),
+        ({"damp": 1.0}, "damp is 1.0"),
+        ({"alpha": 1.5}, "alpha is 1.5"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"desc_act": True, "act_group_aware": True}, "two orders"),
+        ({"overrides": {"(": ModuleOverride(skip=True)}}, r"'\(' is no regular expression"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        QuantizeConfig(**settings)
+
+
+def test_an_override_either_skips_or_changes():
+    with pytest.raises(ConfigError, match="not both"):
+        ModuleOverride(skip=True, bits=4)
+
+
+def test_the_first_matching_override_counts():
+    config = QuantizeConfig(
+        bits=4,
+        group_size=128,
+        overrides={
+            r"layers\.0\.": ModuleOverride(bits=8, group_size=-1),
+            r"down_proj$": ModuleOverride(skip=True),
+            r"o_proj": ModuleOverride(group_size=32),
+        },
+    )
+    first = config.for_module("model.layers.0.mlp.down_proj")
+    assert first is not None
+    assert (first.bits, first.group_size) == (8, None)
+    assert config.for_module("model.layers.1.mlp.down_proj") is None
+    third = config.for_module("model.layers.1.self_attn.o_proj")
+    assert third is not None
+    assert (third.bits, third.group_size) == (4, 32)
+    assert config.for_module("model.layers.1.self_attn.q_proj") is config
+
+
+def test_defaults_that_depend_on_other_settings():
+    assert QuantizeConfig(group_size=-1) == QuantizeConfig(group_size=None)
+    assert QuantizeConfig().act_group_aware is True
+    assert QuantizeConfig(desc_act=True).act_group_aware is False
+    assert QuantizeConfig(method="rtn").mse is False
+    assert QuantizeConfig().mse is True
+    assert QuantizeConfig(format="gptq").min_zero == 1
+
+
+def test_json_brings_every_setting_back():
+    config = QuantizeConfig(bits=2, sym=False, desc_act=True, overrides={"x": ModuleOverride(bits=8)})
+    assert QuantizeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    with pytest.raises(ConfigError, match="unknown settings: colour"):
+        QuantizeConfig.from_dict({"colour": 1})

@@ -1,0 +1,69 @@
+import pytest
+import torch
+
+from gptqkit.quantizer.grid import fit_grid
+
+
+def weights(columns=16, rows=40, seed=0):
+    return torch.randn(columns, rows, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("sym", [True, False])
+@pytest.mark.parametrize("search", [True, False])
+@pytest.mark.parametrize("min_zero", [0, 1])
+def test_scales_are_float16_and_zeros_are_integers_in_range(bits, sym, search, min_zero):
+    w = weights()
+    grid = fit_grid(w, bits=bits, sym=sym, min_zero=min_zero, importance=torch.rand(16) if search else None)
+    assert torch.equal(grid.scale.half().float(), grid.scale)
+    assert torch.equal(grid.zero.round(), grid.zero)
+    assert int(grid.zero.min()) >= min_zero
+    assert int(grid.zero.max()) <= 2**bits - 1
+    if sym:
+        assert torch.equal(grid.zero, torch.full_like(grid.zero, 2 ** (bits - 1)))
+    codes = grid.encode(w)
+    assert torch.equal(grid.encode(grid.decode(codes)), codes)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_min_max_grids_by_hand(bits):
+    w = torch.tensor([[-1.0, 0.5, 0.0], [2.0, 3.0, 0.0]])
+    top = 2**bits - 1
+    grid = fit_grid(w, bits=bits, sym=False)
+    expected = torch.tensor([3.0 / top, 3.0 / top, torch.finfo(torch.float16).tiny]).half().float()
+    assert torch.equal(grid.scale, expected)
+    assert grid.zero.tolist() == [round(1.0 / float(expected[0])), 0, 0]  # a row of positive weights has zero 0
+    assert bool(((grid.decode(grid.encode(w)) - w).abs() <= 0.51 * grid.scale).all())
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_version_1_zeros_start_at_one_and_still_reach_the_maximum(bits):
+    w = weights().abs()
+    grid = fit_grid(w, bits=bits, sym=False, min_zero=1)
+    assert grid.zero.tolist() == [1.0] * 40
+    torch.testing.assert_close(grid.scale * (2**bits - 2), w.amax(0), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("sym", [True, False])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_the_search_never_raises_the_weighted_error_of_any_row(bits, sym):
+    w = weights()
+    importance = torch.rand(16)
+    plain = fit_grid(w, bits=bits, sym=sym)
+    searched = fit_grid(w, bits=bits, sym=sym, importance=importance)
+
+    def error(grid):
+        return importance @ (grid.decode(grid.encode(w)) - w).square()
+
+    assert bool((error(searched) <= error(plain)).all())
+    assert error(searched).sum() < (0.97 if bits == 4 else 0.9) * error(plain).sum()
+
+
+def test_a_column_of_great_importance_is_met_more_closely():
+    w = weights()
+    importance = torch.ones(16)
+    importance[5] = 1e4
+    even = fit_grid(w, bits=2, sym=False, importance=torch.ones(16))
+    uneven = fit_grid(w, bits=2, sym=False, importance=importance)
+    distance = [(grid.decode(grid.encode(w)) - w)[5].square().sum() for grid in (even, uneven)]
+    assert distance[1] < 0.3 * distance[0]

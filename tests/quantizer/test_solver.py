@@ -1,0 +1,285 @@
+import dataclasses
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptqkit.errors import ConfigError, NonFiniteError, ShapeError, SingularHessianError
+from gptqkit.quantizer.config import QuantizeConfig
+from gptqkit.quantizer.factor import factorize
+from gptqkit.quantizer.order import column_order
+from gptqkit.quantizer.solver import correction, output_error, solve_gptaq, solve_gptq, solve_rtn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from reference import correlated, damped, moments, nearest_plane, textbook_gptq
+
+ORDERS = {
+    "natural": {"act_group_aware": False},
+    "act_group_aware": {"act_group_aware": True},
+    "desc_act": {"desc_act": True},
+    "desc_act+static": {"desc_act": True, "static_groups": True},
+    "static": {"act_group_aware": False, "static_groups": True},
+}
+
+
+def config(**changes):
+    return QuantizeConfig(**{"bits": 3, "group_size": 16, "sym": False, "float64": True, **changes})
+
+
+def permutation_of(hessian, settings, columns):
+    return column_order(
+        hessian.diagonal(),
+        settings.group_size or columns,
+        desc_act=settings.desc_act,
+        static_groups=settings.static_groups,
+        act_group_aware=settings.act_group_aware,
+    ).permutation
+
+
+def per_weight_grid(solved):
+    index = solved.group_index.long()
+    return solved.scale.double()[:, index], solved.zero.double()[:, index]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("bits", "sym", "group_size"), [(2, False, 16), (3, True, 48), (4, False, None), (8, False, 32)]
+)
+def test_codes_equal_the_textbook_loop(order, bits, sym, group_size):
+    """Given the grids that the solver chose, re-inverting the remaining Hessian at every column gives its codes."""
+    weight, inputs = correlated(24, 96, 800)
+    hessian = moments(inputs)
+    settings = config(bits=bits, sym=sym, group_size=group_size, block_size=32, **ORDERS[order])
+    solved = solve_gptq(weight, hessian, settings).weight
+    scale, zero = per_weight_grid(solved)
+    expected = textbook_gptq(weight, damped(hessian), permutation_of(hessian, settings, 96), scale, zero, 2**bits - 1)
+    assert torch.equal(solved.codes.double(), expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_gptaq_codes_equal_the_textbook_loop(order):
+    weight, inputs = correlated(24, 96, 800)
+    float_inputs = inputs + 0.3 * correlated(24, 96, 800, seed=1)[1]
+    hessian, cross = moments(inputs), (float_inputs - inputs).T @ inputs / len(inputs)
+    settings = config(method="gptaq", block_size=32, alpha=0.5, **ORDERS[order])
+    solved = solve_gptaq(weight, hessian, cross, settings).weight
+    scale, zero = per_weight_grid(solved)
+    permutation = permutation_of(hessian, settings, 96)
+    expected = textbook_gptq(weight, damped(hessian), permutation, scale, zero, 7, cross=cross, alpha=0.5)
+    assert torch.equal(solved.codes.double(), expected)
+    assert not torch.equal(solved.codes, solve_gptq(weight, hessian, settings).weight.codes)
+
+
+def test_codes_equal_babais_nearest_plane():
+    weight, inputs = correlated(16, 64, 500)
+    hessian = moments(inputs)
+    solved = solve_gptq(weight, hessian, config(**ORDERS["natural"])).weight
+    scale, zero = per_weight_grid(solved)
+    assert torch.equal(solved.codes.double(), nearest_plane(weight, damped(hessian), scale, zero, 7))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("group_size", [8, 24, 64, None])
+def test_block_size_does_not_change_the_codes(order, group_size):
+    weight, inputs = correlated(16, 192, 1000)
+    cross = 0.1 * correlated(192, 192, 1)[0]
+    results = [
+        solve_gptaq(
+            weight,
+            moments(inputs),
+            cross,
+            config(group_size=group_size, block_size=block, method="gptaq", **ORDERS[order]),
+        ).weight
+        for block in (1, 16, 50, 128, 1000)
+    ]
+    for other in results[1:]:
+        assert torch.equal(other.codes, results[0].codes)
+        assert torch.equal(other.scale, results[0].scale)
+        assert torch.equal(other.zero, results[0].zero)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_groups_are_fitted_to_compensated_weights(order):
+    """With min-max grids, a group's range is that of its weights after all earlier columns moved their errors."""
+    weight, inputs = correlated(8, 64, 500)
+    hessian = moments(inputs)
+    settings = config(bits=4, mse=False, block_size=64, **ORDERS[order])
+    solved = solve_gptq(weight, hessian, settings).weight
+    permutation = permutation_of(hessian, settings, 64)
+    scale, zero = per_weight_grid(solved)
+    for start in range(0, 64, 16):
+        columns = permutation[start : start + 16] if not settings.static_groups else torch.arange(start, start + 16)
+        done = permutation[:start]
+        current = weight.clone()
+        if not settings.static_groups and start:  # the optimum of the remaining columns, given those already rounded
+            rest = permutation[start:]
+            lost = weight[:, done] - (solved.codes[:, done].double() - zero[:, done]) * scale[:, done]
+            h = damped(hessian)
+            current[:, rest] += lost @ h[done][:, rest] @ torch.linalg.inv(h[rest][:, rest])
+        low = current[:, columns].amin(1).clamp(max=0)
+        high = current[:, columns].amax(1).clamp(min=0)
+        group = solved.group_index[columns[0]].long()
+        torch.testing.assert_close(solved.scale[:, group], ((high - low) / 15).half(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("float64", [True, False])
+def test_loss_of_the_sweep_is_the_output_error(order, float64):
+    weight, inputs = correlated(16, 128, 900)
+    hessian = moments(inputs)
+    solution = solve_gptq(weight, hessian, config(float64=float64, block_size=48, **ORDERS[order]))
+    error = weight - solution.weight.dequantize().double()
+    exact = float(((error @ damped(hessian)) * error).sum())
+    assert solution.loss == pytest.approx(exact, rel=1e-10 if float64 else 1e-4)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_scaling_the_hessian_or_the_weights(order):
+    weight, inputs = correlated(16, 64, 500)
+    hessian = moments(inputs)
+    settings = config(**ORDERS[order])
+    plain = solve_gptq(weight, hessian, settings).weight
+    assert torch.equal(solve_gptq(weight, 7.3 * hessian, settings).weight.codes, plain.codes)
+    doubled = solve_gptq(2 * weight, hessian, settings).weight
+    assert torch.equal(doubled.codes, plain.codes)
+    assert torch.equal(doubled.scale, 2 * plain.scale)
+
+
+def test_desc_act_does_not_depend_on_the_order_of_the_columns():
+    weight, inputs = correlated(16, 64, 500)
+    shuffle = torch.randperm(64, generator=torch.Generator().manual_seed(3))
+    settings = config(desc_act=True)
+    plain = solve_gptq(weight, moments(inputs), settings).weight
+    shuffled = solve_gptq(weight[:, shuffle], moments(inputs[:, shuffle]), settings).weight
+    assert torch.equal(shuffled.codes, plain.codes[:, shuffle])
+    assert torch.equal(shuffled.group_index, plain.group_index[shuffle])
+
+
+def test_gptq_lies_between_rounding_and_the_best_of_all_codes():
+    weight, inputs = correlated(64, 6, 200)
+    hessian = moments(inputs)
+    h = damped(hessian)
+    settings = config(bits=2, group_size=None, act_group_aware=False)
+    solved = solve_gptq(weight, hessian, settings).weight
+    scale, zero = per_weight_grid(solved)
+    every = torch.tensor(list(itertools.product(range(4), repeat=6)), dtype=torch.float64)
+
+    def loss(codes):
+        error = weight - (codes - zero) * scale
+        return ((error @ h) * error).sum(-1)
+
+    best = torch.stack([loss(codes.expand(64, 6)) for codes in every]).amin(0)
+    rounded = (torch.round(weight / scale) + zero).clamp(0, 3)
+    found = loss(solved.codes.double())
+    assert bool((found >= best - 1e-9).all())
+    assert best.sum() <= found.sum() < loss(rounded).sum()
+
+
+def test_correction_rows_are_least_squares_solutions():
+    """P[q, F] = alpha C[q, F] inv(H[F, F]); and without the triangle, W C inv(H) = W (C UT) U."""
+    _, inputs = correlated(1, 40, 400)
+    float_inputs = inputs + 0.2 * correlated(1, 40, 400, seed=1)[1]
+    hessian, cross = damped(moments(inputs)), (float_inputs - inputs).T @ inputs / len(inputs)
+    upper = factorize(moments(inputs), torch.arange(40), 0.01, torch.float64).upper
+    found = correction(cross, upper, 0.25)
+    for q in range(39):
+        explicit = 0.25 * cross[q, q + 1 :] @ torch.linalg.inv(hessian[q + 1 :, q + 1 :])
+        torch.testing.assert_close(found[q, q + 1 :], explicit, rtol=1e-8, atol=1e-10)
+    assert float(found.tril().abs().max()) == 0
+    inverse = torch.linalg.inv(upper)
+    torch.testing.assert_close(cross @ torch.linalg.inv(hessian), cross @ inverse.T @ inverse)
+
+
+@pytest.mark.parametrize("float64", [True, False])
+def test_gptaq_on_equal_streams_is_gptq_to_the_bit(float64):
+    weight, inputs = correlated(16, 96, 500)
+    hessian = moments(inputs)
+    settings = config(float64=float64, method="gptaq")
+    plain = solve_gptq(weight, hessian, settings).weight
+    same = solve_gptaq(weight, hessian, torch.zeros(96, 96, dtype=torch.float64), settings).weight
+    assert torch.equal(plain.codes, same.codes)
+    assert torch.equal(plain.scale, same.scale)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_gptq_beats_rounding_and_gptaq_beats_gptq_against_the_float_stream(order, bits):
+    weight, float_inputs = correlated(64, 128, 4000)
+    drift = torch.eye(128) + 0.2 * correlated(128, 128, 1, seed=1)[0] / 128**0.5
+    inputs = float_inputs @ drift  # what errors in earlier layers do
+    hessian, cross = moments(inputs), (float_inputs - inputs).T @ inputs / len(inputs)
+    settings = config(bits=bits, float64=False, **ORDERS[order])
+    w = weight.float()
+    rounded = solve_rtn(weight, dataclasses.replace(settings, mse=False)).weight.dequantize()
+    gptq = solve_gptq(weight, hessian, settings).weight.dequantize()
+    gptaq = solve_gptaq(weight, hessian, cross, settings).weight.dequantize()
+    assert output_error(w, gptq, hessian.float()) < 0.9 * output_error(w, rounded, hessian.float())
+    target = float_inputs @ weight.T
+    assert (target - inputs @ gptaq.double().T).norm() < (target - inputs @ gptq.double().T).norm()
+
+
+def test_output_error_is_the_relative_error_of_the_outputs():
+    weight, inputs = correlated(8, 32, 300)
+    approximation = weight + 0.1
+    expected = float((inputs @ (weight - approximation).T).norm() / (inputs @ weight.T).norm())
+    assert output_error(weight.float(), approximation.float(), moments(inputs).float()) == pytest.approx(
+        expected, rel=1e-4
+    )
+
+
+def test_inputs_are_not_modified():
+    weight, inputs = correlated(8, 32, 300)
+    hessian, cross = moments(inputs), 0.1 * moments(inputs)
+    before = [tensor.clone() for tensor in (weight, hessian, cross)]
+    solve_gptaq(weight, hessian, cross, config(method="gptaq", desc_act=True))
+    solve_gptq(weight, hessian, config(static_groups=True))
+    solve_rtn(weight, config(), hessian)
+    for now, then in zip((weight, hessian, cross), before, strict=True):
+        assert torch.equal(now, then)
+
+
+def test_group_index_is_trivial_exactly_where_promised():
+    weight, inputs = correlated(8, 64, 300)
+    trivial = {
+        name: solve_gptq(weight, moments(inputs), config(**order)).weight.trivial_group_index
+        for name, order in ORDERS.items()
+    }
+    assert trivial == {name: name != "desc_act" for name in ORDERS}
+
+
+def test_dead_columns_are_reported_and_do_no_harm():
+    weight, inputs = correlated(8, 32, 300)
+    inputs[:, [3, 17]] = 0
+    solution = solve_gptq(weight, moments(inputs), config())
+    assert solution.dead_columns == 2
+    assert torch.isfinite(solution.weight.dequantize()).all()
+
+
+def test_damping_grows_and_says_so_where_the_hessian_is_not_positive_definite():
+    weight, inputs = correlated(8, 32, 300)
+    hessian = moments(inputs)
+    hessian[0, 1] = hessian[1, 0] = 1.5 * float((hessian[0, 0] * hessian[1, 1]).sqrt())
+    solution = solve_gptq(weight, hessian, config())
+    assert solution.damp_escalations >= 1
+    assert solution.damp == pytest.approx(0.01 * 10**solution.damp_escalations)
+    hessian[0, 1] = hessian[1, 0] = 1e9
+    with pytest.raises(SingularHessianError, match="even with damping 1000"):
+        solve_gptq(weight, hessian, config())
+
+
+def test_bad_input_is_named():
+    weight, inputs = correlated(8, 32, 300)
+    hessian = moments(inputs)
+    with pytest.raises(ConfigError, match="32 columns are not a multiple of group_size 24"):
+        solve_gptq(weight, hessian, config(group_size=24))
+    with pytest.raises(ShapeError, match=r"hessian is \(16, 16\)"):
+        solve_gptq(weight, hessian[:16, :16], config())
+    with pytest.raises(SingularHessianError, match="was zero"):
+        solve_gptq(weight, torch.zeros(32, 32), config())
+    with pytest.raises(NonFiniteError, match="Hessian"):
+        solve_gptq(weight, torch.full((32, 32), torch.nan), config())
+    weight[0, 0] = torch.inf
+    with pytest.raises(NonFiniteError, match="weight"):
+        solve_gptq(weight, hessian, config())
