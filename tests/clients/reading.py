@@ -1,10 +1,11 @@
 """What the scripts that run inside a client's environment share: their arguments, and how they answer.
 
-    python <client>.py --tokens FILE --out FOLDER CHECKPOINT ...
+    python <client>.py --tokens FILE --out FOLDER [--kernel NAME] CHECKPOINT ...
 
 Tokens are a safetensors file with one int64 tensor `input_ids` (windows, length). For each checkpoint the script writes
 FOLDER/<checkpoint's name>.safetensors with what it computed or, where the client refuses the checkpoint, a .json with
-the client's message. `compare.py` sets the environment variables that the clients need.
+the client's message. NAME is the client's own name of the kernel to use, where it has several; by default the client
+chooses. `compare.py` sets the environment variables that the clients need.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ def attempt(action: Callable[[], dict[str, Tensor]], target: Path) -> None:
         Path(f"{target}.json").write_text(json.dumps({"refused": message}))
 
 
-def answer(read: Callable[[Path, Tensor], dict[str, Tensor]]) -> None:
-    """Run `read` on every checkpoint of the command line."""
+def answer(read: Callable[[Path, Tensor, str | None], dict[str, Tensor]]) -> None:
+    """Run `read` on every checkpoint of the command line, with the tokens and the kernel."""
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoints", type=Path, nargs="+")
     parser.add_argument("--tokens", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--kernel")
     arguments = parser.parse_args()
     input_ids = load_file(arguments.tokens)["input_ids"]
     for checkpoint in arguments.checkpoints:
-        attempt(lambda path=checkpoint: read(path, input_ids), arguments.out / checkpoint.name)
+        attempt(lambda path=checkpoint: read(path, input_ids, arguments.kernel), arguments.out / checkpoint.name)

@@ -1,7 +1,7 @@
 """transformers, through optimum and GPTQModel's layers, reads checkpoints on the CPU.
 
-`logits_default` is what a plain `from_pretrained` computes, with whichever kernel is chosen for the checkpoint;
-`logits_float16` and `logits` come from the plain torch layers, with float16 and float32 activations.
+`logits` in float16 as `from_pretrained` gives them. Where the kernel is GPTQModel's plain torch layers (gptq_torch)
+also `logits_float32`, with the same layers and float32 activations.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPTQConfig
 
 
-def read(checkpoint: Path, input_ids: Tensor) -> dict[str, Tensor]:
-    stored = json.loads((checkpoint / "config.json").read_text())["quantization_config"]
+def read(checkpoint: Path, input_ids: Tensor, kernel: str | None) -> dict[str, Tensor]:
+    options = {}
+    if kernel is not None:
+        # transformers takes only the backend from it; everything else comes from the checkpoint.
+        bits = json.loads((checkpoint / "config.json").read_text())["quantization_config"]["bits"]
+        options["quantization_config"] = GPTQConfig(bits=bits, backend=kernel)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float16, device_map="cpu", **options)
     with torch.inference_mode():
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float16, device_map="cpu")
-        found = {"logits_default": model(input_ids).logits.float()}
-        config = GPTQConfig(bits=stored["bits"], backend="gptq_torch")  # only `backend` is taken from it
-        model = AutoModelForCausalLM.from_pretrained(
-            checkpoint, quantization_config=config, dtype=torch.float16, device_map="cpu"
-        )
-        found["logits_float16"] = model(input_ids).logits.float()
-        # transformers forbids `model.float()` for quantized models; the layers themselves allow it.
-        found["logits"] = torch.nn.Module.float(model)(input_ids).logits
+        found = {"logits": model(input_ids).logits.float()}
+        if kernel == "gptq_torch":
+            # transformers forbids `model.float()` for quantized models; the layers themselves allow it.
+            found["logits_float32"] = torch.nn.Module.float(model)(input_ids).logits
     return found
 
 

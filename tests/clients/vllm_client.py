@@ -10,7 +10,9 @@ from torch import Tensor
 from vllm import LLM, SamplingParams
 
 
-def read(checkpoint: Path, input_ids: Tensor) -> dict[str, Tensor]:
+def read(checkpoint: Path, input_ids: Tensor, kernel: str | None) -> dict[str, Tensor]:
+    if kernel is not None:
+        raise ValueError("vLLM chooses its kernels itself; leave --kernel out")
     llm = LLM(
         model=str(checkpoint),
         dtype="float16",
