@@ -3,13 +3,7 @@
     python tests/clients/compare.py --work FOLDER
 
 Run by the project's Python in the repository's root, after `tests/clients/environments`. Every checkpoint of ours is
-written by the command line. What is compared:
-
-- the weights that a client decodes equal ours in every bit (both rounded once to float16);
-- logits with float32 activations agree to FLOAT32_BOUND: only the order of summation may differ;
-- logits and log-probabilities of a client's float16 arithmetic lie no further from our float32 ones than HALF_FACTOR
-  times our own float16 arithmetic does; kernels that work in bfloat16 get eight times that (three bits fewer);
-- perplexities agree to PERPLEXITY_BOUND, relative.
+written by the command line; `agreement.py` says what is compared and how far apart answers may be.
 
 Refusals are listed with the client's own message, and count as right only where they are expected. Controls compare a
 client's answer to one checkpoint with our reading of a slightly different one: the same rules must tell them apart.
@@ -25,25 +19,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from agreement import BFLOAT16_FACTOR, HALF_FACTOR, Reading, compare, read
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-import gptqkit
 from gptqkit.export.reader import open_checkpoint
 
 MODEL = "examples/models/gutenberg-llama-6m"
 SAMPLES, WINDOWS, LENGTH = 8, 4, 256  # for calibration, for comparison, tokens in each
-
-# Logits reach 18, where neighbouring float32 numbers are 2e-6 apart; a control shows what one changed code does.
-FLOAT32_BOUND = 1e-4
-HALF_FACTOR = 2.0
-BFLOAT16_FACTOR = 8 * HALF_FACTOR
-PERPLEXITY_BOUND = 1e-3
 
 OURS = {
     "w4-g128-sym-v1": "--bits 4 --group-size 128 --sym --format gptq",
@@ -65,6 +53,8 @@ OURS = {
     "w2-g64-asym-v2": "--bits 2 --group-size 64 --asym --format gptq_v2",
 }
 
+# Copies of these get random bits for codes and zeros, so that every pattern is decoded.
+SCRAMBLED = ("w4-g64-asym-act-order-v2", "w8-g32-asym-v2", "w3-g64-asym-v2", "w2-g64-asym-v2")
 
 GOOD = "as it should be"
 TAMPERED = "one-code"
@@ -160,28 +150,6 @@ CLIENTS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """What we read from a checkpoint: weights rounded to float16, logits in float32 and in float16 arithmetic."""
-
-    weights: dict[str, Tensor]
-    logits: Tensor
-    logits_float16: Tensor
-
-
-@dataclass
-class Agreement:
-    """Differences found so far, as text, and whether all lie within their bounds."""
-
-    findings: list[str] = field(default_factory=list)
-    holds: bool = True
-
-    def note(self, what: str, value: float, bound: float) -> None:
-        within = value <= bound
-        self.holds &= within
-        self.findings.append(f"{what} {value:.1e}" + ("" if within else f" (more than {bound:.1e})"))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints, answers and logs")
@@ -196,16 +164,19 @@ def main() -> int:
     ours = write_ours(work, calibration)
     tampered = change_one_code(work / "ours" / "w4-g128-sym-v1", work / TAMPERED)
     readings = {path.name: read(path, input_ids) for path in (*ours, tampered)}
+    scrambled = [scramble(work / "ours" / name, work / "scrambled" / f"{name}-random-bits") for name in SCRAMBLED]
+    readings |= {path.name: read(path) for path in scrambled}
     rows: list[tuple[str, ...]] = []
     for name, client in CLIENTS.items():
         paths = [path for path in ours if re.search(client.reads, path.name)]
+        paths += scrambled if name == REFERENCE else []
         answers = run_client(client, paths, tokens, work / "answers" / re.sub(r"\W+", "-", name))
         for path in paths:
             rows.append((name, f"ours, {path.name}", *judge(client, path.name, answers, readings, input_ids)))
         for what, asked, other in CONTROLS:
             if client.kernel is not None or other != TAMPERED:
                 answer = load_file(answers / f"{asked}.safetensors")
-                agreement = compare(client, answer, readings[other], input_ids)
+                agreement = compare(answer, readings[other], input_ids, client.factor)
                 verdict = "NOT TOLD APART" if agreement.holds else GOOD
                 rows.append((name, f"control: {what}", "yes", "; ".join(agreement.findings), verdict))
 
@@ -249,12 +220,28 @@ def write_ours(work: Path, calibration: Path) -> list[Path]:
 
 def change_one_code(source: Path, target: Path) -> Path:
     """A copy of a checkpoint in which the lowest bit of one code is flipped."""
+    tensors, file = copy_checkpoint(source, target)
+    tensors["model.layers.0.self_attn.q_proj.qweight"][0, 0] ^= 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
+
+def scramble(source: Path, target: Path) -> Path:
+    """A copy of a checkpoint with random codes and zeros: every bit pattern, also zeros that no solver chose."""
+    tensors, file = copy_checkpoint(source, target)
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        if name.endswith((".qweight", ".qzeros")):
+            tensor.random_(-(2**31), 2**31, generator=generator)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
+
+def copy_checkpoint(source: Path, target: Path) -> tuple[dict[str, Tensor], Path]:
+    """The tensors of a copy of a checkpoint in one file, and that file."""
     shutil.copytree(source, target)
     (file,) = open_checkpoint(target).files
-    tensors = load_file(file)
-    tensors["model.layers.0.self_attn.q_proj.qweight"][0, 0] ^= 1
-    save_file(tensors, file)
-    return target
+    return load_file(file), file
 
 
 def write_theirs(work: Path, calibration: Path) -> list[Path]:
@@ -298,23 +285,6 @@ def execute(command: list[str], variables: Mapping[str, str], log: Path) -> None
         raise SystemExit(f"{' '.join(command)} ended with {code}:\n{end}")
 
 
-def read(path: Path, input_ids: Tensor) -> Reading:
-    """Our own reading of a checkpoint."""
-    checkpoint = open_checkpoint(path)
-    weights = {name: checkpoint.quantized_weight(name).dequantize(torch.float16) for name in checkpoint.layers}
-    return Reading(
-        weights=weights,
-        logits=logits(path, input_ids, torch.float32),
-        logits_float16=logits(path, input_ids, torch.float16),
-    )
-
-
-def logits(path: Path, input_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    model, _ = gptqkit.load(path, device="cpu", backend="torch", dtype=dtype)
-    with torch.inference_mode():
-        return model(input_ids).logits.float()
-
-
 def judge(
     client: Client, name: str, answers: Path, readings: Mapping[str, Reading], input_ids: Tensor
 ) -> tuple[str, str, str]:
@@ -325,45 +295,11 @@ def judge(
         message = " ".join(json.loads(refusal.read_text())["refused"].split())
         known = any(re.search(pattern, message) for pattern in expected)
         return "refused", shortened(message), GOOD if known else "UNEXPECTED REFUSAL"
-    agreement = compare(client, load_file(answers / f"{name}.safetensors"), readings[name], input_ids)
+    agreement = compare(load_file(answers / f"{name}.safetensors"), readings[name], input_ids, client.factor)
     text = "; ".join(agreement.findings)
     if not agreement.holds:
         return "yes", text, "DISAGREES"
     return "yes", text, "NO LONGER REFUSED: correct `refusals`" if expected else GOOD
-
-
-def compare(client: Client, answer: Mapping[str, Tensor], reading: Reading, input_ids: Tensor) -> Agreement:
-    """How far a client's answer is from our reading."""
-    agreement = Agreement()
-    theirs = {key.removeprefix("weight."): value for key, value in answer.items() if key.startswith("weight.")}
-    if theirs:
-        same = sum(name in theirs and torch.equal(theirs[name], weight) for name, weight in reading.weights.items())
-        agreement.holds &= same == len(reading.weights) == len(theirs)
-        agreement.findings.append(f"{same} of {len(reading.weights)} weights equal")
-    ours, half = of_tokens(reading.logits, input_ids), of_tokens(reading.logits_float16, input_ids)
-    if "logits_float32" in answer:
-        agreement.note("float32 logits", distance(answer["logits_float32"], reading.logits), FLOAT32_BOUND)
-    if "logits" in answer:
-        bound = client.factor * distance(reading.logits_float16, reading.logits)
-        agreement.note("logits", distance(answer["logits"], reading.logits), bound)
-    logprobs = answer["logprobs"] if "logprobs" in answer else of_tokens(answer["logits"], input_ids)
-    agreement.note("logprobs", distance(logprobs, ours), client.factor * distance(half, ours))
-    relative = (perplexity(logprobs) / perplexity(ours) - 1).abs().item()
-    agreement.note("perplexity", relative, PERPLEXITY_BOUND)
-    return agreement
-
-
-def distance(left: Tensor, right: Tensor) -> float:
-    return (left.float() - right.float()).abs().max().item()
-
-
-def of_tokens(values: Tensor, input_ids: Tensor) -> Tensor:
-    """The log-probability of every token after the first, (windows, length - 1), from the logits."""
-    return values[:, :-1].float().log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
-
-
-def perplexity(logprobs: Tensor) -> Tensor:
-    return logprobs.double().mean().neg().exp()
 
 
 def shortened(message: str) -> str:
