@@ -3,8 +3,8 @@
     python benchmarks/quality.py [--dataset NAME=FILE ...] [--windows N] [--json FILE]
 
 Every row is the real thing from end to end: quantize, write a gptq_v2 checkpoint, reload it, run its quantized layers.
-{rtn, gptq, gptaq} x {4, 3, 2 bits} x {sym, asym} x {plain, act_group_aware, desc_act, desc_act + static_groups}; rounding
-has no order of columns. Rows that the JSON file already holds for the same settings are not run again.
+{rtn, gptq, gptaq} x {4, 3, 2 bits} x {sym, asym} x {plain, act_group_aware, desc_act, desc_act + static_groups};
+rounding has no order of columns. Rows that the JSON file already holds for the same settings are not run again.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def main() -> None:
     datasets = dict(item.split("=", 1) for item in given)
     settings = {
         "model": Path(arguments.model).name,
-        "calibration": f"{arguments.samples} x {arguments.sequence_length} tokens of {Path(arguments.calibration).name}",
+        "calibration": Path(arguments.calibration).name,
+        "samples": arguments.samples,
         "group_size": arguments.group_size,
         "datasets": {name: Path(file).name for name, file in datasets.items()},
         "windows": arguments.windows,

@@ -1,7 +1,5 @@
 import dataclasses
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +9,7 @@ from gptqkit.quantizer.config import QuantizeConfig
 from gptqkit.quantizer.factor import factorize
 from gptqkit.quantizer.order import column_order
 from gptqkit.quantizer.solver import correction, output_error, solve_gptaq, solve_gptq, solve_rtn
-
-sys.path.insert(0, str(Path(__file__).parent))
-from reference import correlated, damped, moments, nearest_plane, textbook_gptq
+from support.reference import correlated, damped, moments, nearest_plane, textbook_gptq
 
 ORDERS = {
     "natural": {"act_group_aware": False},
