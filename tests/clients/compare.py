@@ -247,8 +247,11 @@ def copy_checkpoint(source: Path, target: Path) -> tuple[dict[str, Tensor], Path
 def write_theirs(work: Path, calibration: Path) -> list[Path]:
     """The checkpoints that GPTQModel's solver writes from the same tokens."""
     folder = work / "gptqmodel"
-    script = ["tests/clients/gptqmodel_write.py", MODEL, "--tokens", str(calibration), "--out", str(folder)]
-    execute([python_of("gptqmodel"), *script], GPTQMODEL_VARIABLES, work / "logs" / "gptqmodel-write.log")
+    folder.mkdir()
+    arguments = [absolute(MODEL), "--tokens", absolute(calibration), "--out", absolute(folder)]
+    command = [python_of("gptqmodel"), absolute("tests/clients/gptqmodel_write.py"), *arguments]
+    # It leaves a folder of logs where it runs.
+    execute(command, GPTQMODEL_VARIABLES, work / "logs" / "gptqmodel-write.log", where=work / "logs")
     return sorted(path for path in folder.iterdir() if path.is_dir())
 
 
@@ -263,7 +266,12 @@ def run_client(client: Client, paths: list[Path], tokens: Path, answers: Path) -
 
 
 def python_of(environment: str) -> str:
-    return f".clients/{environment}/bin/python"
+    return absolute(f".clients/{environment}/bin/python")
+
+
+def absolute(path: str | Path) -> str:
+    """The absolute path; links stay, because an environment's python is one and means nothing elsewhere."""
+    return str(Path(path).absolute())
 
 
 def versions(environment: str, packages: tuple[str, ...]) -> str:
@@ -273,16 +281,16 @@ def versions(environment: str, packages: tuple[str, ...]) -> str:
     return found.stdout.strip()
 
 
-def execute(command: list[str], variables: Mapping[str, str], log: Path) -> None:
+def execute(command: list[str], variables: Mapping[str, str], log: Path, where: Path | None = None) -> None:
     """Run a command with its output in a log; where it fails, say so with the end of the log and stop."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr.write(f"{log.stem}\n")
     with log.open("w") as file:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
-        code = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
-    if code != 0:
+        done = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=where, check=False)
+    if done.returncode != 0:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-        raise SystemExit(f"{' '.join(command)} ended with {code}:\n{end}")
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{end}")
 
 
 def judge(
