@@ -34,6 +34,7 @@ _SIGNATURES = {
     "gptqkit_workspace": [c_int, c_int, c_int, c_int, POINTER(c_int64), POINTER(c_int64)],
     "gptqkit_gemm": [c_int, c_int, c_void_p, c_int64, *[c_void_p] * 7, *[c_int] * 5, c_void_p],
     "gptqkit_dequantize": [c_int, c_int, *[c_void_p] * 4, *[c_int] * 5, c_void_p],
+    "gptqkit_sweep": [*[c_void_p] * 10, *[c_int] * 6, c_void_p],
 }
 
 

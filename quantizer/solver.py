@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ..calibration.hessian import full_float32
 from ..errors import NonFiniteError, ShapeError
+from ..kernels.library import KernelLibrary
+from ..kernels.sweep import MOST_COLUMNS, sweep_block, sweep_library
 from .config import QuantizeConfig
 from .factor import HessianFactor, factorize
 from .grid import GroupGrid, fit_grid
@@ -61,8 +63,8 @@ def solve_rtn(weight: Tensor, config: QuantizeConfig, hessian: Tensor | None = N
     order = column_order(ones, config.group_size or columns, desc_act=False, static_groups=True, act_group_aware=False)
     sweep = _Sweep(target, order, config)
     sweep.fit_static_grids(importance)
-    for position in range(columns):
-        sweep.round_column(position, target[position])
+    for start in range(0, columns, sweep.group_size):
+        sweep.round(slice(start, start + sweep.group_size), target[start : start + sweep.group_size])
     return Solution(weight=sweep.quantized_weight())
 
 
@@ -176,6 +178,7 @@ def _sweep_blocks(sweep: _Sweep, factor: HessianFactor, shift: Tensor | None, bl
     """Sweep all columns; the sum of ((w_i - q_i) R_ii)^2, which equals tr(E Hd ET)."""
     upper = factor.upper
     importance = upper.diagonal().square()
+    library = sweep_library(sweep.target) if block_size <= MOST_COLUMNS else None
     target = sweep.target  # W in the order of the sweep; GPTAQ's correction is added block by block
     error = torch.empty_like(target)  # E = W - Q
     current = torch.empty_like(target) if shift is not None else None  # w at the moment it was rounded
@@ -190,12 +193,15 @@ def _sweep_blocks(sweep: _Sweep, factor: HessianFactor, shift: Tensor | None, bl
         if start:
             block.addmm_(inverse.T, upper[:start, start:stop].T @ error[:start])
         inner = shift[start:stop, start:stop] if shift is not None else None
-        scaled = _sweep_block(sweep, block, start, inverse, inner, importance)
+        if library is None:
+            scaled = _sweep_block(sweep, block, start, inverse, inner, importance)
+        else:
+            scaled = _sweep_block_fused(library, sweep, block, start, inverse, inner, importance)
         loss += float(scaled.square().sum(dtype=torch.float64))
         if inner is not None and current is not None:
             current[start:stop] = block
             target[start:stop].addmm_(inner.T, block)
-        error[start:stop] = target[start:stop] - sweep.values(start, stop)
+        error[start:stop] = target[start:stop] - sweep.values[start:stop]
     return loss
 
 
@@ -213,12 +219,10 @@ def _sweep_block(
     begin = 0
     while begin < width:
         if sweep.starts_group(start + begin):
-            # A group wider than this block (one group per row) starts before anything was moved onto it.
-            source = block[begin : begin + sweep.group_size] if sweep.group_size <= width else sweep.target
-            sweep.fit_grid(start + begin, source, importance[start + begin :][: sweep.group_size])
+            sweep.fit_grid(start + begin, sweep.members(block, begin), importance[start + begin :][: sweep.group_size])
         end = sweep.segment_end(start, begin, width)
         for i in range(begin, end):
-            rounded = sweep.round_column(start + i, block[i])
+            rounded = sweep.round(start + i, block[i])
             scaled[i] = (block[i] - rounded) / inverse[i, i]
             if i + 1 < end:
                 block[i + 1 : end].addr_(inverse[i, i + 1 : end], scaled[i], alpha=-1)
@@ -232,23 +236,83 @@ def _sweep_block(
     return scaled
 
 
+def _sweep_block_fused(
+    library: KernelLibrary,
+    sweep: _Sweep,
+    block: Tensor,
+    start: int,
+    inverse: Tensor,
+    shift: Tensor | None,
+    importance: Tensor,
+) -> Tensor:
+    """`_sweep_block` as one kernel, whose sums run in another order: a code on the edge between two may differ."""
+    width = block.shape[0]
+    positions = slice(start, start + width)
+    fits_inside = not sweep.order.static and sweep.group_size <= width
+    if not fits_inside and sweep.starts_group(start):
+        sweep.fit_grid(start, sweep.members(block, 0), importance[start:][: sweep.group_size])
+    groups = sweep.order.group[positions]
+    first = groups[:: sweep.group_size]  # the groups that begin inside, in the order of the sweep
+    scale = torch.empty_like(sweep.scale[first]) if fits_inside else sweep.scale
+    zero = torch.empty_like(scale) if fits_inside else sweep.zero
+    scaled = sweep_block(
+        library,
+        block,
+        inverse.contiguous(),
+        shift=None if shift is None else shift.contiguous(),
+        importance=importance[positions] if sweep.config.mse else None,
+        group=None if fits_inside else groups.to(torch.int32),
+        group_size=sweep.group_size,
+        scale=scale,
+        zero=zero,
+        codes=sweep.codes[positions],
+        values=sweep.values[positions],
+        bits=sweep.config.bits,
+        sym=sweep.config.sym,
+        min_zero=sweep.config.min_zero,
+    )
+    if fits_inside:
+        sweep.scale[first] = scale
+        sweep.zero[first] = zero
+    return scaled
+
+
 class _Sweep:
-    """The codes and grids of one weight while they are being decided, columns in the order of the sweep."""
+    """The codes and grids of one weight while they are being decided, columns in the order of the sweep.
+
+    Attributes:
+        target: W, (columns, rows).
+        order: Which column stands at each position, and its group.
+        config: Bits, grids, format.
+        group_size: Columns per group.
+        codes: (columns, rows) uint8, decided position by position.
+        values: (columns, rows), what the codes stand for.
+        scale: (groups, rows), in the dtype of `target`; every value is a float16 number.
+        zero: (groups, rows), likewise; every value is an integer.
+    """
 
     def __init__(self, target: Tensor, order: ColumnOrder, config: QuantizeConfig) -> None:
         columns, rows = target.shape
         self.target = target
+        self.order = order
+        self.config = config
         self.group_size = config.group_size or columns
-        self._order = order
-        self._config = config
-        self._group = order.group.tolist()
-        self._grids: list[GroupGrid | None] = [None] * (columns // self.group_size)
-        self._codes = torch.empty(columns, rows, dtype=torch.uint8, device=target.device)
-        self._values = torch.empty_like(target)
+        self.codes = torch.empty(columns, rows, dtype=torch.uint8, device=target.device)
+        self.values = torch.empty_like(target)
+        self.scale = target.new_empty(columns // self.group_size, rows)
+        self.zero = torch.empty_like(self.scale)
+        self._group: list[int] = order.group.tolist()
 
     def starts_group(self, position: int) -> bool:
         """Whether the grid of a group must be fitted before the column at `position` is rounded."""
-        return not self._order.static and position % self.group_size == 0
+        return not self.order.static and position % self.group_size == 0
+
+    def members(self, block: Tensor, begin: int) -> Tensor:
+        """The up-to-date weights of the group that begins at `begin` of `block`, (columns, rows).
+
+        A group wider than its block (one group per row) begins before anything was moved onto it.
+        """
+        return block[begin : begin + self.group_size] if self.group_size <= block.shape[0] else self.target
 
     def segment_end(self, start: int, begin: int, width: int) -> int:
         """Where the segment that begins at `begin` of the block at `start` ends: at the latest where a group begins."""
@@ -258,46 +322,42 @@ class _Sweep:
 
     def fit_grid(self, position: int, weight: Tensor, importance: Tensor) -> None:
         """Fit the grid of the group of `position` to the compensated weights of its columns, (columns, rows)."""
-        self._grids[self._group[position]] = fit_grid(
+        grid = fit_grid(
             weight,
-            bits=self._config.bits,
-            sym=self._config.sym,
-            min_zero=self._config.min_zero,
-            importance=importance if self._config.mse else None,
+            bits=self.config.bits,
+            sym=self.config.sym,
+            min_zero=self.config.min_zero,
+            importance=importance if self.config.mse else None,
         )
+        self.scale[self._group[position]] = grid.scale
+        self.zero[self._group[position]] = grid.zero
 
     def fit_static_grids(self, importance: Tensor) -> None:
         """Fit every group's grid to the original weights of its original columns."""
-        for group in range(len(self._grids)):
-            members = (self._order.group == group).nonzero().flatten()
+        for group in range(self.scale.shape[0]):
+            members = (self.order.group == group).nonzero().flatten()
             self.fit_grid(int(members[0]), self.target[members], importance[members])
 
-    def round_column(self, position: int, weight: Tensor) -> Tensor:
-        """Decide the codes of the column at `position` from its weights, (rows,); the values that they stand for."""
-        grid = self._grids[self._group[position]]
-        if grid is None:
-            raise ShapeError(f"the group of column {position} has no grid yet")
+    def round(self, positions: int | slice, weight: Tensor) -> Tensor:
+        """Decide the codes at `positions`, all of one group, from their weights; the values that they stand for."""
+        group = self._group[positions.start if isinstance(positions, slice) else positions]
+        grid = GroupGrid(self.scale[group], self.zero[group], 2**self.config.bits - 1)
         codes = grid.encode(weight)
-        self._codes[position] = codes
-        self._values[position] = grid.decode(codes)
-        return self._values[position]
-
-    def values(self, start: int, stop: int) -> Tensor:
-        """The values of the codes decided for positions `start` to `stop`, (columns, rows)."""
-        return self._values[start:stop]
+        self.codes[positions] = codes
+        self.values[positions] = grid.decode(codes)
+        return self.values[positions]
 
     def quantized_weight(self) -> QuantizedWeight:
         """The result, columns back in the model's order."""
-        back = torch.argsort(self._order.permutation)
-        grids = [grid for grid in self._grids if grid is not None]
+        back = torch.argsort(self.order.permutation)
         return QuantizedWeight(
-            codes=self._codes[back].T.contiguous(),
-            scale=torch.stack([grid.scale.half() for grid in grids], dim=1),
-            zero=torch.stack([grid.zero.to(torch.int16) for grid in grids], dim=1),
-            group_index=self._order.group[back].to(torch.int32),
-            bits=self._config.bits,
+            codes=self.codes[back].T.contiguous(),
+            scale=self.scale.T.half().contiguous(),
+            zero=self.zero.T.to(torch.int16).contiguous(),
+            group_index=self.order.group[back].to(torch.int32),
+            bits=self.config.bits,
             group_size=self.group_size,
-            sym=self._config.sym,
+            sym=self.config.sym,
         )
 
 
