@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from gptqkit.kernels import build, ops
+from gptqkit.kernels import ops
 from gptqkit.kernels.cuda_backend import CudaLinear
 from gptqkit.kernels.gemm import refusal
 from gptqkit.kernels.launcher import Launcher
@@ -34,9 +34,7 @@ class Emulation:
     operators: torch.library.Library
 
 
-def emulate(folder):
-    path = folder / "libgptqkit_emulator.so"
-    build.build_emulator(path, flags=("-O1",))
+def emulate(path):
     launcher = Launcher(KernelLibrary(path), torch.device("cpu"), TUNING, multiprocessors=8)
     operators = torch.library.Library("gptqkit", "IMPL")
     ops.implement(operators, "CPU", launcher)
