@@ -21,9 +21,6 @@ from .tuning import Tuning, tuning_for
 
 DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 
-# Of the dense weight that exists at a time: large enough for full matrix products, small enough for the L2 cache.
-DENSE_BYTES = 24 << 20
-
 TILE = 64
 
 
@@ -137,7 +134,7 @@ class Launcher:
     ) -> Tensor:
         """The product x WT + bias by torch, on the weight dequantized a part at a time."""
         y = x.new_empty((x.shape[0], out_features))
-        step = min(out_features, max(TILE, DENSE_BYTES // (x.element_size() * x.shape[1]) // TILE * TILE))
+        step = min(out_features, self.tuning.dense_rows(x.element_size() * x.shape[1]))
         buffer = x.new_empty((step, x.shape[1]))  # torch's allocator hands out the same one at every call
         for first in range(0, out_features, step):
             part = slice(first, min(first + step, out_features))

@@ -8,6 +8,7 @@ import torch
 
 from gptqkit.errors import BackendError, ShapeError
 from gptqkit.kernels.gemm import dequantize, matmul, refusal, repack
+from gptqkit.kernels.tuning import Tuning
 from support.emulation import move
 
 BITS = (2, 3, 4, 8)
@@ -92,7 +93,7 @@ def test_dense_path_works_through_a_small_buffer(make_layer, launcher, monkeypat
     x = inputs(120, 96, device=launcher.device)
     arguments = (weight.weight, weight.scale, weight.zero, layer.packed.bias.to(x.device), 4, 32, 160)
     whole = launcher.dense_product(x, *arguments)
-    monkeypatch.setattr("gptqkit.kernels.launcher.DENSE_BYTES", 1)
+    monkeypatch.setattr(Tuning, "dense_rows", lambda *_: 64)
     assert_as_good_as_torch(launcher.dense_product(x, *arguments), x, layer)
     without_bias = launcher.dense_product(x, *arguments[:3], None, *arguments[4:])
     assert relative_error(without_bias + arguments[3], whole.cpu().double()) < 1e-3

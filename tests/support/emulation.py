@@ -12,7 +12,12 @@ from gptqkit.kernels.library import KernelLibrary
 from gptqkit.kernels.tuning import Tuning
 
 # Splits K = 128 already, so that small layers see everything.
-TUNING = Tuning(blocks_per_multiprocessor=2, least_inputs_per_block=64, crossover=dict.fromkeys((2, 3, 4, 8), 100))
+TUNING = Tuning(
+    blocks_per_multiprocessor=2,
+    least_inputs_per_block=64,
+    crossover=dict.fromkeys((2, 3, 4, 8), 100),
+    dense_bytes=1 << 25,
+)
 
 
 class EmulatedLinear(CudaLinear):
