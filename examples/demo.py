@@ -86,7 +86,6 @@ def perplexity(model: object, tokenizer: object = None) -> float:
         sequence_length=SEQUENCE_LENGTH,
         max_windows=TEST_WINDOWS,
         device=DEVICE,
-        backend="torch",
         dtype=torch.float32,
     )
     return scores.perplexity

@@ -76,7 +76,8 @@ def inspect(path: Path | str) -> CheckpointSummary:
     """What the checkpoint in `path` is, without loading its weights.
 
     What other programs can load was found by running them or, for SGLang and the kernels of vLLM, by reading them:
-    GPTQModel 7.5, transformers 5.23 with optimum 2.3, vLLM 0.32, SGLang, AutoGPTQ 0.7.1.
+    GPTQModel 7.5, transformers 5.23 with optimum 2.3, vLLM 0.32, SGLang, AutoGPTQ 0.7.1. vLLM and SGLang are meant on
+    a GPU; on a CPU, vLLM serves 4 bits only.
 
     Raises:
         CheckpointError: The checkpoint is damaged, contradictory or of an unknown format.
@@ -132,7 +133,7 @@ def _against_gptqmodel(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _against_transformers(checkpoint: Checkpoint) -> Iterator[str]:
-    yield from _against_gptqmodel(checkpoint)
+    yield from _odd_dimensions(checkpoint, 32, 32)
     yield from _mixed(checkpoint)
     names = set(checkpoint.tensor_names)
     without = [name for name in checkpoint.layers if f"{name}.g_idx" not in names]

@@ -14,6 +14,7 @@ import pytest
 import gptqkit
 from gptqkit import arguments, cli
 from gptqkit.errors import BackendError, CheckpointError
+from gptqkit.kernels import backend
 from gptqkit.quantizer import config
 from gptqkit.version import __version__
 
@@ -54,12 +55,13 @@ def _process_settings_stay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, name: str, recorder: Recorder) -> Recorder:
-    monkeypatch.setattr(gptqkit, name, recorder, raising=False)
+    monkeypatch.setattr(gptqkit, name, recorder)
     return recorder
 
 
-def test_choices_and_defaults_are_those_of_the_config() -> None:
+def test_choices_and_defaults_are_those_of_the_library() -> None:
     assert (arguments.BITS, arguments.METHODS, arguments.FORMATS) == (config.BITS, config.METHODS, config.FORMATS)
+    assert set(arguments.BACKENDS) == {"auto", *backend.BACKENDS, *backend.UNAVAILABLE}
     typed = vars(arguments.parser().parse_args(["quantize", "model", "out"]))
     names = set(config.QuantizeConfig().to_dict()) - {"overrides"}
     assert config.QuantizeConfig(**{name: typed[name] for name in names}) == config.QuantizeConfig()
@@ -319,7 +321,7 @@ def test_messages_of_the_library_reach_standard_error(
         logging.getLogger("gptqkit.loading").debug("only when asked")
         return Recorder({"perplexity": 2.0})
 
-    monkeypatch.setattr(gptqkit, "evaluate", evaluate, raising=False)
+    monkeypatch.setattr(gptqkit, "evaluate", evaluate)
     assert cli.main(["evaluate", "out", "--dataset", "a.txt"]) == 0
     assert capsys.readouterr().err == "gptqkit: backend torch: no other can serve 3 bits\n"
 
@@ -330,6 +332,7 @@ def test_libraries_are_silenced_in_the_command_only() -> None:
         "def evaluate(*args, **options):\n"
         "    import transformers\n"
         "    transformers.utils.logging.get_logger('transformers.models').warning('chatter')\n"
+        "    logging.getLogger('huggingface_hub.utils._http').warning('chatter')\n"
         "    raise OSError('no such model')\n"
         "gptqkit.evaluate = evaluate\n"
         "sys.exit(cli.main(['evaluate', 'model', '--dataset', 'a.txt']))\n"

@@ -1,6 +1,6 @@
 """The grammar of the command line: every option, its default and its help.
 
-The choices and defaults repeat those of `QuantizeConfig` (a test compares them), because importing it would import
+The choices and defaults repeat those of the library (a test compares them), because importing it would import
 torch, and help must answer at once.
 """
 
@@ -16,6 +16,7 @@ from .version import __version__
 BITS = (2, 3, 4, 8)
 METHODS = ("rtn", "gptq", "gptaq")
 FORMATS = ("gptq", "gptq_v2")
+BACKENDS = ("auto", "torch", "cpu", "cpu-int4", "cuda")
 
 EXIT_CODES = """\
 exit codes:
@@ -208,7 +209,10 @@ def _add_evaluate(commands: Any) -> None:
         help="the float model: adds mean KL divergence (nats per token) and how often both prefer the same token",
     )
     command.add_argument(
-        "--sequence-length", type=_positive, default=2048, metavar="TOKENS", help=_with_default("tokens in a window")
+        "--sequence-length",
+        type=_positive,
+        metavar="TOKENS",
+        help="tokens in a window (default: 2048, or the most that the model takes where that is less)",
     )
     command.add_argument(
         "--stride",
@@ -222,9 +226,9 @@ def _add_evaluate(commands: Any) -> None:
     )
     command.add_argument(
         "--backend",
-        choices=("auto", "torch", "cpu", "cuda"),
+        choices=BACKENDS,
         default="auto",
-        help=_with_default("the kernels of quantized layers; anything but auto fails where it cannot serve a layer"),
+        help=_with_default("what runs the quantized layers; anything but auto fails where it cannot serve one of them"),
     )
     command.add_argument(
         "--dtype",

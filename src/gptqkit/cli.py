@@ -120,7 +120,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
             progress=progress,
         )
     question = {"model": arguments.model, "dataset": arguments.dataset, "reference": arguments.reference}
-    answer = {**question, "sequence_length": arguments.sequence_length, **scores.to_dict()}
+    answer = {**question, **scores.to_dict()}
     print(key_values(answer))
     if arguments.json is not None:
         _write_json(arguments.json, answer)
@@ -175,9 +175,11 @@ def _quieten_libraries(verbose: bool) -> None:
     if verbose:
         return
     import datasets
+    import huggingface_hub
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     datasets.utils.logging.set_verbosity_error()
     datasets.disable_progress_bars()
+    huggingface_hub.utils.logging.set_verbosity_error()

@@ -17,13 +17,15 @@ from .evaluation.scores import Scores, score
 from .loading import is_quantized, load, load_float
 from .progress import ProgressCallback, silent
 
+LONGEST_DEFAULT = 2048
+
 
 def evaluate(
     model: Any,
     dataset: Any,
     *,
     reference: Any | None = None,
-    sequence_length: int = 2048,
+    sequence_length: int | None = None,
     stride: int | None = None,
     batch_size: int = 8,
     max_windows: int | None = None,
@@ -45,7 +47,7 @@ def evaluate(
             where it is.
         dataset: A text file, a data set, or any other source of `calibration.sources`.
         reference: The float model to compare with, as a directory, Hub id or loaded model.
-        sequence_length: Tokens per window.
+        sequence_length: Tokens per window; None for 2048 or the model's maximum, whichever is less.
         stride: Tokens between the starts of windows; None for windows without overlap, as in the papers.
         batch_size: Windows at a time.
         max_windows: Use only the first ones.
@@ -70,8 +72,9 @@ def evaluate(
     if reference is not None:
         reference, _ = _open(reference, device, "auto", dtype, trust_remote_code)
         models.append(reference)
+    length = sequence_length or default_length(model)
     for each in models:
-        _check_length(each, sequence_length)
+        _check_length(each, length)
     vocab_size = model.config.get_text_config().vocab_size
     tokens = load_tokens(dataset, tokenizer, column=column, split=split, vocab_size=vocab_size)
     with _evaluating(models):
@@ -79,7 +82,7 @@ def evaluate(
             model,
             tokens,
             reference=reference,
-            sequence_length=sequence_length,
+            sequence_length=length,
             stride=stride,
             batch_size=batch_size,
             max_windows=max_windows,
@@ -102,8 +105,17 @@ def _open(
     return load_float(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
+def default_length(model: Any) -> int:
+    """Tokens per window where none are asked for: 2048, or the model's maximum where that is less."""
+    return min(LONGEST_DEFAULT, _positions(model) or LONGEST_DEFAULT)
+
+
+def _positions(model: Any) -> int | None:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def _check_length(model: Any, sequence_length: int) -> None:
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = _positions(model)
     if positions is not None and sequence_length > positions:
         raise ConfigError(
             f"sequence_length is {sequence_length}, but the model has {positions} positions; give at most that many"

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from .calibration.sources import Source
 from .calibration.windows import load_windows
 from .errors import CalibrationError
-from .evaluating import evaluate
+from .evaluating import default_length, evaluate
 from .export.staging import check_target
 from .export.writer import write_checkpoint
 from .loading import choose_device, load_float
@@ -107,7 +107,7 @@ def quantize(
         name = Path(model).name if Path(model).exists() else str(model)
         loaded, own_tokenizer = load_float(model, device="cpu", dtype="stored", trust_remote_code=trust_remote_code)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
-    length = sequence_length or min(2048, getattr(loaded.config, "max_position_embeddings", None) or 2048)
+    length = sequence_length or default_length(loaded)
     windows = None
     if calibration is not None:
         windows = load_windows(

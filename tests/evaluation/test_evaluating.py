@@ -44,9 +44,10 @@ def test_a_loaded_model_runs_in_evaluation_mode_and_is_left_as_it_was(text_file)
     assert scores.backend is None
 
 
-def test_windows_longer_than_the_model_are_refused(text_file):
-    with pytest.raises(ConfigError, match="sequence_length is 2048, but the model has 512 positions"):
-        evaluate(EXAMPLE, text_file, device="cpu")
+def test_windows_are_by_default_as_long_as_the_model_takes_and_never_longer(text_file):
+    assert evaluate(EXAMPLE, text_file, device="cpu").sequence_length == 512
+    with pytest.raises(ConfigError, match="sequence_length is 513, but the model has 512 positions"):
+        evaluate(EXAMPLE, text_file, sequence_length=513, device="cpu")
 
 
 def test_a_backend_for_a_float_model_is_refused(text_file):

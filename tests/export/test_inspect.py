@@ -46,7 +46,7 @@ def loaders(path: Path) -> dict[str, tuple[str, ...]]:
     [
         ({"bits": 4, "sym": True, "format": "gptq"}, {"vLLM"}),  # 64 and 96 inputs are no multiples of 128
         ({"bits": 4, "sym": True, "format": "gptq_v2"}, {"vLLM", "AutoGPTQ"}),
-        ({"bits": 4, "sym": False, "format": "gptq"}, {"vLLM", "GPTQModel", "transformers+gptqmodel"}),
+        ({"bits": 4, "sym": False, "format": "gptq"}, {"vLLM", "GPTQModel"}),
         ({"bits": 3, "sym": True, "format": "gptq"}, {"vLLM"}),
     ],
 )

