@@ -73,7 +73,7 @@ class Launcher:
         out_features: int,
     ) -> Tensor:
         """The product x WT + bias on the path that is faster; see `ops.linear`."""
-        _check(x, scale)
+        _check(x, weight, scale, bias)
         rows = x.reshape(-1, x.shape[-1])
         layer = (weight, scale, zero, bias, bits, group_size, out_features)
         if self.tuning.fused(bits, rows.shape[0]):
@@ -95,7 +95,7 @@ class Launcher:
         split: int,
     ) -> Tensor:
         """The product x WT + bias on the fused kernel; see `ops.gemm`."""
-        _check(x, scale)
+        _check(x, weight, scale, bias)
         m, k = x.shape
         x = _aligned(x)
         y = x.new_empty((m, out_features))
@@ -208,9 +208,22 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _check(x: Tensor, scale: Tensor) -> None:
-    if x.dtype != scale.dtype:
-        raise ShapeError(f"x is {x.dtype}, and the layer was made for {scale.dtype}; load the model with that dtype")
+def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+    """Refuse what would make a kernel read where it must not; layers come from `gemm.repack` and fit together.
+
+    Raises:
+        ShapeError: x does not fit the layer.
+    """
+    if x.dtype != scale.dtype or (bias is not None and bias.dtype != scale.dtype):
+        came = x.dtype if bias is None else f"{x.dtype} and the bias {bias.dtype}"
+        raise ShapeError(f"x is {came}, and the layer was made for {scale.dtype}; load the model with that dtype")
+    if x.device != weight.device:
+        raise ShapeError(f"x is on {x.device}, and the layer is on {weight.device}; move one of them")
+    if _padded(x.shape[-1]) != weight.shape[1] * TILE:
+        raise ShapeError(
+            f"x has {x.shape[-1]} columns, and the layer takes {(weight.shape[1] - 1) * TILE + 1} to "
+            f"{weight.shape[1] * TILE}; it belongs to another layer"
+        )
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -174,6 +174,13 @@ def test_activations_of_another_dtype_are_refused(make_layer, launcher):
         matmul(inputs(2, 96, dtype=torch.float32, device=launcher.device), weight)
 
 
+@pytest.mark.parametrize("columns", [32, 64, 160])
+def test_activations_of_another_layer_are_refused(make_layer, launcher, columns):
+    weight, _ = make(make_layer, launcher)
+    with pytest.raises(ShapeError, match=f"x has {columns} columns, and the layer takes 65 to 128"):
+        matmul(inputs(2, columns, device=launcher.device), weight)
+
+
 def test_errors_of_the_library_carry_its_words(make_layer, launcher):
     weight, _ = make(make_layer, launcher)
     x = inputs(2, 96, device=launcher.device)
