@@ -43,7 +43,7 @@ else
     step build 150 "$python" kernels/build.py kernels/libgptqkit.so --arch "$capability"
 fi
 
-kernel_tests=(tests/kernels)
+kernel_tests=(tests/kernels/test_{gemm,ops,cuda_backend,streams}.py)
 model_tests=()
 if "$python" -c 'import transformers, accelerate, datasets' 2>/dev/null; then
     model_tests=(tests/test_kernels_in_models.py)
