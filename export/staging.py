@@ -45,11 +45,17 @@ def staged(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
-    """Refuse a target that must not be replaced, before any work starts.
+    """Refuse a target that must not be replaced or cannot be made, before any work starts.
 
     Raises:
         OutputExistsError: The target exists, and `overwrite` is not set or it is no checkpoint.
+        OSError: No directory can be made there.
     """
+    above = next(folder for folder in Path(os.path.realpath(target)).parents if folder.exists())
+    if not above.is_dir():
+        raise NotADirectoryError(f"{target} cannot be made: {above} is no directory; choose another place")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise PermissionError(f"{target} cannot be made: {above} is not writable; choose another place")
     if not os.path.lexists(target):
         return
     if not overwrite:

@@ -99,10 +99,10 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 def public_report(report: Mapping[str, Any]) -> dict[str, Any]:
     """The report for a published file: without local paths, and with None for numbers that JSON cannot hold."""
     report = _finite(report)
-    measured = [{**row, "dataset": _public_name(row["dataset"])} for row in report.get("perplexity") or []]
+    measured = [{**row, "dataset": public_name(row["dataset"])} for row in report.get("perplexity") or []]
     return {
         **report,
-        **({"model": _public_name(report["model"])} if report.get("model") else {}),
+        **({"model": public_name(report["model"])} if report.get("model") else {}),
         **({"perplexity": measured} if measured else {}),
     }
 
@@ -115,7 +115,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _public_name(name: object) -> str:
+def public_name(name: object) -> str:
+    """The name of a file or folder without the folders around it, or an id of the Hub as it is."""
     text = str(name)
     local = Path(text).is_absolute() or text.startswith((".", "~")) or Path(text).exists()
     return Path(text).resolve().name if local else text

@@ -58,6 +58,7 @@ class QuantizationReport:
         seconds: Time of the whole walk.
         versions: Versions of the packages that took part.
         modules: One entry per quantized module, in the order in which they were solved.
+        perplexity: What was measured on the finished checkpoint: one row per text, with its name and the scores.
     """
 
     model: str
@@ -71,6 +72,7 @@ class QuantizationReport:
     seconds: float
     versions: dict[str, str]
     modules: list[ModuleReport] = field(default_factory=list)
+    perplexity: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

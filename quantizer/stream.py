@@ -198,11 +198,15 @@ def float_copy(block: nn.Module) -> nn.Module:
 
 @contextmanager
 def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    own = module.__dict__.get("forward")  # accelerate, among others, puts one there
     module.forward = forward  # an instance attribute shadows the class's method
     try:
         yield
     finally:
-        del module.forward
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
 
 
 @contextmanager

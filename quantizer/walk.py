@@ -174,8 +174,8 @@ class _Walk:
         """Solve one module, remember the result and report it."""
         start = time.perf_counter()
         weight = target.weight.detach().to(self._device, torch.float32)
-        hessian = statistics.hessian() if statistics is not None else None
         try:
+            hessian = statistics.hessian() if statistics is not None else None
             solution = self._solution(weight, hessian, statistics, target.config)
         except GptqkitError as problem:
             raise type(problem)(f"{target.name}: {problem}") from problem

@@ -230,6 +230,33 @@ def test_non_finite_activations_stop_the_run_or_are_left_out():
         assert (weight.codes != left_out.weights[name].codes).float().mean() < 0.02
 
 
+def test_leaving_out_stops_where_no_sample_is_left():
+    model = build("mistral")
+    model.model.layers[1].input_layernorm.weight.data[0] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"none is left at the inputs of model.layers.1.self_attn.q_proj, block 1"):
+        quantize_blocks(model, windows(), settings(skip_nonfinite=True), device=CPU, batch_size=4)
+
+
+def test_batches_hold_at_least_one_sample():
+    with pytest.raises(ConfigError, match="batch_size is 0"):
+        quantize_blocks(build("mistral"), windows(), settings(), device=CPU, batch_size=0)
+
+
+def test_a_forward_that_somebody_put_on_a_block_stays():
+    model = build("llama")
+    block = model.model.layers[0]
+    calls = []
+
+    def counting(*arguments, **named):
+        calls.append(1)
+        return type(block).forward(block, *arguments, **named)
+
+    block.forward = counting
+    quantize_blocks(model, windows(), settings(), device=CPU)
+    assert calls
+    assert block.forward is counting
+
+
 def test_modules_that_never_run_are_named():
     model = build("mistral")
     model.model.layers[1].mlp.spare = nn.Linear(64, 64)
