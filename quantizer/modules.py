@@ -62,12 +62,14 @@ def is_matrix(module: nn.Module) -> bool:
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The name of the list of repeated blocks and the list: the one that holds the most weights in matrices.
 
+    Blocks may be of several kinds.
+
     Raises:
-        ArchitectureError: The model has no list of modules of one kind with matrices inside.
+        ArchitectureError: The model has no list of modules with matrices inside.
     """
     best: tuple[int, str, nn.ModuleList] | None = None
     for name, modules in model.named_modules():
-        if not isinstance(modules, nn.ModuleList) or len({type(block) for block in modules}) != 1:
+        if not isinstance(modules, nn.ModuleList):
             continue
         size = sum(parameter_of(inner).numel() for inner in modules.modules() if is_matrix(inner))
         if size and (best is None or size > best[0]):

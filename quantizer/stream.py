@@ -58,8 +58,8 @@ class BlockStream:
 
         def work(_: Tensor, call: Callable[[Tensor], Any]) -> Any:
             out = call(hidden)
-            self._returns_tuple = isinstance(out, tuple)
-            seen.append(out[0] if isinstance(out, tuple) else out)
+            self._returns_tuple = isinstance(out, (tuple, list))
+            seen.append(out[0] if self._returns_tuple else out)
             raise _Done
 
         self._enter(layer, batch, work, block)

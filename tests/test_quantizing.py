@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 import gptqkit
-from gptqkit.errors import CalibrationError, ConfigError, GptqkitError, OutputExistsError
+from gptqkit.errors import ArchitectureError, CalibrationError, ConfigError, GptqkitError, OutputExistsError
 from gptqkit.export.gptq import to_tensors
 from gptqkit.export.reader import open_checkpoint
 from gptqkit.loading import load_float
@@ -171,6 +171,8 @@ def test_what_cannot_work_is_refused_before_any_work(tmp_path):
         gptqkit.quantize(build("llama"), windows().input_ids, None, config(), evaluate_on="x.txt")
     with pytest.raises(CalibrationError, match="vocabulary"):
         gptqkit.quantize(build("llama"), windows().input_ids + 90, None, config(), sequence_length=24)
+    with pytest.raises(ArchitectureError, match="model is a Linear"):
+        gptqkit.quantize(torch.nn.Linear(32, 32), windows().input_ids, None, config())
     with pytest.raises(ConfigError, match="group_size 48"):
         gptqkit.quantize(
             build("llama"), windows().input_ids, None, config(group_size=48), sequence_length=24, progress=worked.append

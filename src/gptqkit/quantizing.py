@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from .calibration.sources import Source
 from .calibration.windows import load_tokens, load_windows
-from .errors import CalibrationError, ConfigError
+from .errors import ArchitectureError, CalibrationError, ConfigError
 from .evaluating import check_length, default_length, evaluate
 from .evaluation.perplexity import cut_windows
 from .export.staging import check_target
@@ -94,6 +94,8 @@ def quantize(
         GptqkitError: Settings, text, model or files that do not fit; see `errors`.
     """
     config = config or QuantizeConfig()
+    if not isinstance(model, (str, Path, PreTrainedModel)):
+        raise ArchitectureError(f"model is a {type(model).__name__}; give a folder, an id, or a PreTrainedModel")
     if out is not None:
         check_target(Path(out), overwrite=overwrite)
         _check_apart(model, Path(out))

@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from gptqkit.calibration.windows import TokenWindows
@@ -11,7 +12,7 @@ from gptqkit.quantizer.modules import find_blocks, is_matrix, matrix
 from gptqkit.quantizer.solver import solve_gptaq, solve_gptq
 from gptqkit.quantizer.stream import BlockStream
 from gptqkit.quantizer.walk import quantize_blocks
-from support.models import MODELS, build, windows
+from support.models import MODELS, SIZE, build, windows
 
 CPU = torch.device("cpu")
 # Modules of the first block in the order in which they run; those in one tuple share an input.
@@ -85,6 +86,20 @@ def test_block_by_block_equals_the_whole_forward_pass(name, padded):
         for layer, expected in enumerate(list(seen)):
             hidden = stream.run(layer, batch, hidden)
             assert torch.equal(hidden, expected)
+
+
+def test_blocks_of_several_kinds_and_blocks_that_return_lists():
+    several = {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_dt_rank": 32}
+    jamba = transformers.JambaConfig(
+        **SIZE, **several, intermediate_size=96, num_key_value_heads=2, num_experts=1, num_experts_per_tok=1
+    )
+    gpt = transformers.OpenAIGPTConfig(n_embd=64, n_layer=2, n_head=4, vocab_size=96, n_positions=64)
+    skip = {r"mamba\.(x|dt)_proj": ModuleOverride(skip=True)}
+    for architecture, count in ((jamba, 12), (gpt, 8)):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(architecture).eval()
+        result = quantize_blocks(model, windows(), settings(method="gptaq", overrides=skip), device=CPU)
+        assert len(result.weights) == count
 
 
 @pytest.mark.parametrize("method", ["gptq", "gptaq"])
