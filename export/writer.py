@@ -60,13 +60,13 @@ def write_checkpoint(
         report: quantization_report.json.
         tokenizer: Saved beside the weights.
         generation_config: generation_config.json.
-        overwrite: Replace a checkpoint that is there already, after the new one is complete.
+        overwrite: Replace a quantized model that is there already, after the new one is complete.
         max_shard_bytes: Start a new file before one grows beyond this; a larger tensor gets a file of its own.
         finish: Called with the complete, verified directory before it is renamed; what it returns is merged into the
             report, before report and model card are written.
 
     Raises:
-        OutputExistsError: `out` exists, and `overwrite` is not set or it is no checkpoint.
+        OutputExistsError: `out` exists, and `overwrite` is not set or it holds no quantized model.
         ConversionError: Zeros that the format cannot hold.
         ShapeError: A module whose dimensions cannot be packed, or tensors given twice.
         CheckpointError: A tensor reads back differently from what was written.

@@ -203,17 +203,12 @@ def test_no_work_is_lost_to_what_can_be_known_before(options, message, tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
 
 
-@pytest.mark.parametrize("out", ["float", "."])
-def test_the_float_model_is_never_overwritten(out, tmp_path):
-    folder = tmp_path / "models" / "float"
-    build("llama").save_pretrained(folder)
-    (folder.parent / "config.json").write_text("{}")
-    before = {path: path.read_bytes() for path in folder.rglob("*")}
-    loaded, _ = load_float(folder)
-    for model in (folder, loaded):
-        with pytest.raises(ConfigError, match="holds the float model itself"):
-            gptqkit.quantize(model, None, folder.parent / out, config(method="rtn"), overwrite=True)
-    assert {path: path.read_bytes() for path in folder.rglob("*")} == before
+def test_a_float_model_is_never_overwritten(tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(OutputExistsError, match="something else than a quantized model"):
+        gptqkit.quantize(tmp_path, None, tmp_path, config(method="rtn"), overwrite=True)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_model_in_training_mode_comes_back_as_it_was():

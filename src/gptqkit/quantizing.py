@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from .calibration.sources import Source
 from .calibration.windows import load_tokens, load_windows
-from .errors import ArchitectureError, CalibrationError, ConfigError
+from .errors import ArchitectureError, CalibrationError
 from .evaluating import check_length, default_length, evaluate
 from .evaluation.perplexity import cut_windows
 from .export.staging import check_target
@@ -83,7 +83,7 @@ def quantize(
         split: Split of the data set to read.
         concatenate: Join all text and cut it; False makes one padded window per row.
         evaluate_on: Text file or data set: measure the finished checkpoint's perplexity and record it.
-        overwrite: Replace `out` where it exists.
+        overwrite: Replace `out` where it is a quantized model already.
         trust_remote_code: Let transformers run code that comes with the float model.
         progress: Called once per module, and while evaluating.
 
@@ -98,7 +98,6 @@ def quantize(
         raise ArchitectureError(f"model is a {type(model).__name__}; give a folder, an id, or a PreTrainedModel")
     if out is not None:
         check_target(Path(out), overwrite=overwrite)
-        _check_apart(model, Path(out))
     if calibration is None and config.method != "rtn":
         raise CalibrationError(f"method {config.method!r} needs calibration text; only 'rtn' works without")
     if evaluate_on is not None and out is None:
@@ -187,13 +186,6 @@ def other_tensors(model: nn.Module, weights: Mapping[str, QuantizedWeight]) -> d
         seen.add(id(tensor))
         tensors[name] = tensor.detach()
     return tensors
-
-
-def _check_apart(model: str | Path | PreTrainedModel, out: Path) -> None:
-    """Refuse to overwrite the float model with its quantized self."""
-    source = model.name_or_path if isinstance(model, PreTrainedModel) else model
-    if source and Path(source).exists() and Path(source).resolve().is_relative_to(out.resolve()):
-        raise ConfigError(f"{out} holds the float model itself, which would be lost; choose another directory")
 
 
 def _versions() -> dict[str, str]:
