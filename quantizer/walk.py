@@ -15,7 +15,7 @@ from ..calibration.windows import TokenWindows
 from ..errors import ArchitectureError, GptqkitError
 from ..progress import Progress, ProgressCallback, silent
 from .config import QuantizeConfig
-from .modules import Target, find_blocks, find_head, find_targets, is_tied, output_layer
+from .modules import Target, check_overrides, find_blocks, find_head, find_targets, is_tied, output_layer
 from .quantized import QuantizedWeight
 from .report import ModuleReport
 from .solver import Solution, output_error, solve_gptaq, solve_gptq, solve_rtn
@@ -64,11 +64,12 @@ def quantize_blocks(
 
     Raises:
         ArchitectureError: No blocks, or modules that are never called.
-        ConfigError: A module that the settings do not fit; raised before any work.
+        ConfigError: A module that the settings do not fit, or an override that fits none; raised before any work.
         NonFiniteError: Non-finite activations, unless `skip_nonfinite`.
         SingularHessianError: A module that cannot be solved, by name.
     """
     prefix, blocks = find_blocks(model)
+    check_overrides(model, config)
     targets = [find_targets(block, f"{prefix}.{layer}", config) for layer, block in enumerate(blocks)]
     head = find_head(model, config)
     total = sum(len(of_block) for of_block in targets) + (head is not None)

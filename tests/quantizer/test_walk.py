@@ -95,10 +95,10 @@ def test_blocks_of_several_kinds_and_blocks_that_return_lists():
     )
     gpt = transformers.OpenAIGPTConfig(n_embd=64, n_layer=2, n_head=4, vocab_size=96, n_positions=64)
     skip = {r"mamba\.(x|dt)_proj": ModuleOverride(skip=True)}
-    for architecture, count in ((jamba, 12), (gpt, 8)):
+    for architecture, overrides, count in ((jamba, skip, 12), (gpt, {}, 8)):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(architecture).eval()
-        result = quantize_blocks(model, windows(), settings(method="gptaq", overrides=skip), device=CPU)
+        result = quantize_blocks(model, windows(), settings(method="gptaq", overrides=overrides), device=CPU)
         assert len(result.weights) == count
 
 
@@ -198,6 +198,12 @@ def test_overrides_choose_bits_groups_and_what_stays():
     assert result.weights["model.layers.0.mlp.down_proj"].group_size == 96
     assert {weight.bits for name, weight in result.weights.items() if ".0." in name} == {8}
     assert "model.layers.1.mlp.down_proj" not in result.weights
+
+
+def test_an_override_that_matches_nothing_is_a_mistake():
+    config = settings(overrides={"lm_head": ModuleOverride(skip=True), "donw_proj": ModuleOverride(bits=8)})
+    with pytest.raises(ConfigError, match=r"'donw_proj' matches no Linear .* model.layers.0.self_attn.q_proj"):
+        quantize_blocks(build("llama"), windows(), config, device=CPU)
 
 
 @pytest.mark.parametrize("method", ["gptq", "gptaq"])
