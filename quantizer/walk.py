@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +20,7 @@ from .config import QuantizeConfig
 from .modules import Target, check_overrides, find_blocks, find_head, find_targets, is_tied, output_layer
 from .quantized import QuantizedWeight
 from .report import ModuleReport
-from .solver import Solution, output_error, solve_gptaq, solve_gptq, solve_rtn
+from .solver import Solution, output_power, solve_gptaq, solve_gptq, solve_rtn
 from .stream import BlockStream, float_copy, working_copy
 
 
@@ -183,9 +185,8 @@ class _Walk:
         seconds = time.perf_counter() - start
         error, rounding_error = None, None
         if hessian is not None:
-            error = output_error(weight, solution.weight.dequantize(), hessian)
             plain = solve_rtn(weight, target.config.plain_rounding())
-            rounding_error = output_error(weight, plain.weight.dequantize(), hessian)
+            error, rounding_error = relative_errors(weight, (solution.weight, plain.weight), hessian)
         self.reports.append(
             ModuleReport(
                 name=target.name,
@@ -226,3 +227,16 @@ class _Walk:
         if config.method == "gptaq" and cross is not None:
             return solve_gptaq(weight, hessian, cross, config)
         return solve_gptq(weight, hessian, config)
+
+
+def relative_errors(weight: Tensor, candidates: Iterable[QuantizedWeight], hessian: Tensor) -> list[float]:
+    """||(W - Q) X|| / ||W X|| of every candidate Q: the share of the module's output that it changes.
+
+    Args:
+        weight: W, (out, in) float32.
+        candidates: Quantized weights of the same shape.
+        hessian: H = mean over tokens of x xT, (in, in) float32, not damped.
+    """
+    whole = output_power(weight, hessian)
+    lost = [output_power(weight - candidate.dequantize(), hessian) for candidate in candidates]
+    return [math.sqrt(power / whole) if whole > 0 else 0.0 for power in lost]

@@ -175,6 +175,17 @@ def test_batch_size_and_padding_do_not_matter(method):
             assert first.rounding_error == pytest.approx(second.rounding_error, rel=0.01)
 
 
+def test_errors_are_those_of_the_outputs():
+    model = build("mistral")
+    result = quantize_blocks(model, windows(), settings(true_sequential=False), device=CPU)
+    for name in ("q_proj", "o_proj"):
+        name = f"model.layers.0.self_attn.{name}"
+        x, weight = inputs_of(model, name, windows()), model.get_submodule(name).weight.detach()
+        expected = (x @ (weight - result.weights[name].dequantize()).T).norm() / (x @ weight.T).norm()
+        report = next(report for report in result.reports if report.name == name)
+        assert report.error == pytest.approx(float(expected), rel=1e-3)
+
+
 def test_rounding_needs_no_calibration_and_reports_no_error():
     model = build("gpt2")
     result = quantize_blocks(model, None, settings(method="rtn"), device=CPU)
