@@ -1,6 +1,6 @@
 """Time of y = x weightT on packed weights, beside cuBLAS, torch's int4 kernel and a copy, in one run on one GPU.
 
-    python benchmarks/gemm.py [--out benchmarks/results] [--bits 4] [--rows 1 16] [--shapes 4096x4096] [--minutes 5]
+    python benchmarks/gemm.py [--out benchmarks/results] [--bits 4] [--rows 1 16] [--shapes 4096x4096] [--seconds 300]
 
 Every time is one of CUDA-graph replays over operands that rotate past the L2 cache. Columns: microseconds (bytes per
 second of weight, x and y as a share of what a copy within the GPU's memory moves; speed-up over the dense product of
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="OUTxIN")
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=tuple(DTYPES))
     parser.add_argument("--group-size", type=int, default=128)
-    parser.add_argument("--minutes", type=float, default=10, help="start no further table after this time (default 10)")
+    parser.add_argument("--seconds", type=float, default=600, help="start no further table after these (default 600)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the files")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -150,7 +150,7 @@ def main() -> None:
     print(f"{report['device']}, torch {report['torch']}, a copy moves {copy / 1e12:.2f} TB/s")
     arguments.out.mkdir(parents=True, exist_ok=True)
     for dtype_name, shape_name in itertools.product(arguments.dtypes, arguments.shapes):
-        if time.monotonic() - start > 60 * arguments.minutes:
+        if time.monotonic() - start > arguments.seconds:
             print(f"\nout of time: {shape_name} {dtype_name} and what follows is not measured")
             break
         shape, dtype = tuple(map(int, shape_name.split("x"))), DTYPES[dtype_name]

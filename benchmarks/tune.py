@@ -3,12 +3,14 @@
     python benchmarks/tune.py [--dry-run]
 
 First the two numbers that decide the split, by the sum of relative times over shapes, bit widths and a few rows of x;
-then, for each bit width, the rows from which dequantizing and a dense product is faster than the fused kernel.
+then how much of the dense weight to make at a time; then, for each bit width, the rows from which dequantizing and a
+dense product is faster than the fused kernel.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -28,6 +30,7 @@ FEW = (1, 8, 16)
 MANY = (32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024)
 BLOCKS = (1.0, 1.5, 2.0, 3.0, 4.0)
 LEAST = (256, 512, 1024)
+DENSE_MEGABYTES = (16, 32, 64, 128, 512)
 FOLDER = Path(__file__).parent.parent / "kernels" / "devices"
 
 
@@ -38,6 +41,11 @@ def operands(shape: tuple[int, int], bits: int, launcher: Launcher) -> list[tupl
     copies = copies_past_cache(layer.weight.numel() * 4, launcher.device)
     rest = (None, bits, layer.group_size, layer.out_features)
     return [(*clone_tensors(tensors), *rest) for _ in range(copies)]
+
+
+def constants(launcher: Launcher, **changes: float) -> Tuning:
+    """The launcher's constants with some of them changed."""
+    return dataclasses.replace(launcher.tuning, **changes)
 
 
 def find_split(launcher: Launcher) -> tuple[float, int]:
@@ -52,7 +60,7 @@ def find_split(launcher: Launcher) -> tuple[float, int]:
             seconds: dict[int, float] = {}
             splits = {}
             for blocks, least in choices:
-                tuning = Tuning(blocks_per_multiprocessor=blocks, least_inputs_per_block=least, crossover={})
+                tuning = constants(launcher, blocks_per_multiprocessor=blocks, least_inputs_per_block=least)
                 split = splits[blocks, least] = tuning.split(tiles, shape[1], launcher.multiprocessors)
                 if split not in seconds:
                     seconds[split] = graph_time(lambda w, x=x, s=split: launcher.gemm(x, *w, s), weights, rounds=3)
@@ -61,6 +69,20 @@ def find_split(launcher: Launcher) -> tuple[float, int]:
                 loss[choice] += math.log(seconds[split] / best)
             print(f"{shape} {bits} bits, {rows} rows: " + ", ".join(f"{s}: {t * 1e6:.1f}" for s, t in seconds.items()))
     return min(choices, key=loss.__getitem__)
+
+
+def find_dense_bytes(launcher: Launcher) -> int:
+    """The best size of the dense weight's parts for 512 and 2048 rows of x, over wide and narrow layers."""
+    loss = dict.fromkeys(DENSE_MEGABYTES, 0.0)
+    for shape, rows in itertools.product(((8192, 28672), (28672, 8192), (4096, 4096)), (512, 2048)):
+        weights = operands(shape, 4, launcher)
+        x = torch.randn(rows, shape[1], dtype=torch.float16, device=launcher.device)
+        for megabytes in DENSE_MEGABYTES:
+            launcher.tuning = constants(launcher, dense_bytes=megabytes << 20)
+            seconds = graph_time(lambda w, x=x: launcher.dense_product(x, *w), weights, rounds=3)
+            print(f"{shape}, {rows} rows, {megabytes} MB at a time: {seconds * 1e6:.1f}")
+            loss[megabytes] += math.log(seconds)
+    return min(loss, key=loss.__getitem__) << 20
 
 
 def find_crossover(launcher: Launcher, bits: int) -> int:
@@ -92,11 +114,13 @@ def main() -> None:
     name = torch.cuda.get_device_name(device)
     launcher = launcher_for(device)
     blocks, least = find_split(launcher)
-    launcher.tuning = Tuning(blocks_per_multiprocessor=blocks, least_inputs_per_block=least, crossover={})
+    launcher.tuning = constants(launcher, blocks_per_multiprocessor=blocks, least_inputs_per_block=least)
+    launcher.tuning = constants(launcher, dense_bytes=find_dense_bytes(launcher))
     content = {
         "blocks_per_multiprocessor": blocks,
         "least_inputs_per_block": least,
         "crossover": {str(bits): find_crossover(launcher, bits) for bits in BITS},
+        "dense_bytes": launcher.tuning.dense_bytes,
         "measured": describe(device),
     }
     text = json.dumps(content, indent=2) + "\n"

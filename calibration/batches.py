@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ..errors import ArchitectureError, NonFiniteError
+from ..errors import ArchitectureError, ConfigError, NonFiniteError
 from .hessian import InputStatistics
 from .windows import TokenWindows
 
@@ -21,9 +21,14 @@ class CalibrationBatches:
         windows: All calibration tokens.
         batch_size: Samples per batch.
         device: Where the batches are wanted.
+
+    Raises:
+        ConfigError: `batch_size` is not positive.
     """
 
     def __init__(self, windows: TokenWindows, batch_size: int, device: torch.device) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size is {batch_size}; it must be positive")
         self.device = device
         self._size = batch_size
         self._ids = torch.split(windows.input_ids, batch_size)
@@ -70,7 +75,8 @@ class CalibrationBatches:
         """Add what one batch feeds one module to its statistics, padding and excluded samples masked out.
 
         Raises:
-            NonFiniteError: NaN or infinity in a sample that counts, unless `skip`, which excludes it from here on.
+            NonFiniteError: NaN or infinity in a sample that counts, unless `skip`, which excludes it from here on; or
+                none is left.
             ArchitectureError: Padding, and inputs whose rows are not the tokens of the batch.
         """
         mask = self._token_mask(index)
@@ -89,14 +95,19 @@ class CalibrationBatches:
                 broken |= ~torch.isfinite(stream.reshape(*mask.shape, -1)).all(-1)
             samples = (broken & mask).any(1)
             if bool(samples.any()):
+                where = "the output layer" if layer is None else f"block {layer}"
                 if not skip:
-                    where = "the output layer" if layer is None else f"block {layer}"
                     sample = index * self._size + int(samples.nonzero()[0])
                     raise NonFiniteError(
                         f"NaN or infinity in the inputs of {module}, {where}, calibration sample {sample}; "
                         "check the model in this dtype, or set skip_nonfinite=True to leave such samples out"
                     )
                 self._counts[index] &= ~samples
+                if self.excluded == sum(len(ids) for ids in self._ids):
+                    raise NonFiniteError(
+                        f"NaN or infinity in every calibration sample: none is left at the inputs of {module}, "
+                        f"{where}; check the model in this dtype"
+                    )
                 mask = self._token_mask(index)
                 everything = False
         chosen = [stream.reshape(-1, stream.shape[-1]) for stream in streams]

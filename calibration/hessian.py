@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,10 +71,17 @@ class InputStatistics:
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Matrix products of float32 in float32: TF32 and the like are off inside, as before outside."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    """Matrix products of float32 in float32: TF32 and the like are off inside, as before outside.
+
+    Set per backend, because torch.get_float32_matmul_precision raises once a program has done so.
+    """
+    mkldnn: Any = torch.backends.mkldnn
+    backends = (torch.backends.cuda.matmul, mkldnn.matmul)
+    before = [backend.fp32_precision for backend in backends]
     try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision

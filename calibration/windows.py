@@ -100,7 +100,7 @@ def load_windows(
         vocab_size: Rows of the model's embedding, against which every id is checked; None checks for negative ids only.
 
     Raises:
-        ConfigError: `samples` or `sequence_length` is not positive.
+        ConfigError: `samples` or `sequence_length` is not positive, or `seed` is out of range.
         CalibrationError: Too little text, or text or tokens that cannot be used.
         DatasetUnavailableError: A file does not exist, or the Hub cannot be reached.
 
@@ -114,6 +114,8 @@ def load_windows(
     for setting, value in (("samples", samples), ("sequence_length", sequence_length)):
         if value is not None and value < 1:
             raise ConfigError(f"{setting} is {value}; it must be positive")
+    if not 0 <= seed < 1 << 63:
+        raise ConfigError(f"seed is {seed}; it must lie between 0 and 2^63 - 1")
     opened = open_source(source, column=column, split=split)
     if isinstance(opened, FixedWindows):
         windows = TokenWindows(_limit(opened, samples, sequence_length))

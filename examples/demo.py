@@ -31,7 +31,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def main() -> int:
     """Run the demonstration and return its exit code."""
     start = time.monotonic()
-    print(f"{MODEL.name} on {DEVICE}, torch {torch.__version__}; groups of {GROUP_SIZE}, asymmetric")
+    threads = torch.get_num_threads()
+    print(f"{MODEL.name} on {DEVICE}, torch {torch.__version__}, {threads} threads; groups of {GROUP_SIZE}, asymmetric")
     print(f"calibration: {SAMPLES} x {SEQUENCE_LENGTH} tokens of {CALIBRATION.name}, seed 0")
     print(f"perplexity: {TEST_WINDOWS} x {SEQUENCE_LENGTH} tokens of {TEST.name}, of checkpoints read from {OUT}/\n")
     print(f"float {perplexity(MODEL):.3f}\n")

@@ -30,14 +30,14 @@ def convert(source: Path | str, target: Path | str, *, format: Format, overwrite
         source: A checkpoint directory.
         target: The directory to make.
         format: "gptq" or "gptq_v2".
-        overwrite: Replace a checkpoint that is there already, after the new one is complete.
+        overwrite: Replace a quantized model that is there already, after the new one is complete.
 
     Raises:
         CheckpointError: `source` is damaged or no GPTQ checkpoint.
         ConversionError: `source` has that format already, or zeros that it cannot hold: version 1 cannot hold 0, and
             version 2 cannot hold 2^bits.
         ConfigError: An unknown format, or a target inside the source or around it.
-        OutputExistsError: `target` exists, and `overwrite` is not set or it is no checkpoint.
+        OutputExistsError: `target` exists, and `overwrite` is not set or it holds no quantized model.
         OSError: The disk refused; nothing is left behind.
     """
     source, target = Path(source), Path(target)

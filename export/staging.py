@@ -22,10 +22,10 @@ def staged(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
     Args:
         target: The directory to make; missing parents are made too.
-        overwrite: Replace a checkpoint that is there already, after the new one is complete.
+        overwrite: Replace a quantized model that is there already, after the new one is complete.
 
     Raises:
-        OutputExistsError: The target exists, and `overwrite` is not set or it is no checkpoint.
+        OutputExistsError: The target exists, and `overwrite` is not set or it holds no quantized model.
         OSError: The disk refused; nothing is left behind.
     """
     target = Path(os.path.realpath(target))
@@ -45,19 +45,34 @@ def staged(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
-    """Refuse a target that must not be replaced, before any work starts.
+    """Refuse a target that must not be replaced or cannot be made, before any work starts.
 
     Raises:
-        OutputExistsError: The target exists, and `overwrite` is not set or it is no checkpoint.
+        OutputExistsError: The target exists, and `overwrite` is not set or it holds no quantized model.
+        OSError: No directory can be made there.
     """
+    real = Path(os.path.realpath(target))
+    above = next((folder for folder in real.parents if folder.exists()), real)
+    if not above.is_dir():
+        raise NotADirectoryError(f"{target} cannot be made: {above} is no directory; choose another place")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise PermissionError(f"{target} cannot be made: {above} is not writable; choose another place")
     if not os.path.lexists(target):
         return
     if not overwrite:
         raise OutputExistsError(f"{target} exists already; choose another directory, or ask to overwrite it")
-    if not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").is_file()):
+    if not target.is_dir() or (any(target.iterdir()) and not _holds_quantized_model(target)):
         raise OutputExistsError(
-            f"{target} is no checkpoint directory (it has no config.json), so it is not overwritten; choose another"
+            f"{target} holds something else than a quantized model, so it is not overwritten; choose another directory"
         )
+
+
+def _holds_quantized_model(directory: Path) -> bool:
+    """A float model does not count: it may be the only copy."""
+    if (directory / "quantize_config.json").is_file():
+        return True
+    config = directory / "config.json"
+    return config.is_file() and b'"quantization_config"' in config.read_bytes()
 
 
 def _rename(directory: Path, target: Path) -> None:

@@ -60,13 +60,13 @@ def write_checkpoint(
         report: quantization_report.json.
         tokenizer: Saved beside the weights.
         generation_config: generation_config.json.
-        overwrite: Replace a checkpoint that is there already, after the new one is complete.
+        overwrite: Replace a quantized model that is there already, after the new one is complete.
         max_shard_bytes: Start a new file before one grows beyond this; a larger tensor gets a file of its own.
         finish: Called with the complete, verified directory before it is renamed; what it returns is merged into the
             report, before report and model card are written.
 
     Raises:
-        OutputExistsError: `out` exists, and `overwrite` is not set or it is no checkpoint.
+        OutputExistsError: `out` exists, and `overwrite` is not set or it holds no quantized model.
         ConversionError: Zeros that the format cannot hold.
         ShapeError: A module whose dimensions cannot be packed, or tensors given twice.
         CheckpointError: A tensor reads back differently from what was written.
@@ -99,10 +99,10 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 def public_report(report: Mapping[str, Any]) -> dict[str, Any]:
     """The report for a published file: without local paths, and with None for numbers that JSON cannot hold."""
     report = _finite(report)
-    measured = [{**row, "dataset": _public_name(row["dataset"])} for row in report.get("perplexity") or []]
+    measured = [{**row, "dataset": public_name(row["dataset"])} for row in report.get("perplexity") or []]
     return {
         **report,
-        **({"model": _public_name(report["model"])} if report.get("model") else {}),
+        **({"model": public_name(report["model"])} if report.get("model") else {}),
         **({"perplexity": measured} if measured else {}),
     }
 
@@ -115,7 +115,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _public_name(name: object) -> str:
+def public_name(name: object) -> str:
+    """The name of a file or folder without the folders around it, or an id of the Hub as it is."""
     text = str(name)
     local = Path(text).is_absolute() or text.startswith((".", "~")) or Path(text).exists()
     return Path(text).resolve().name if local else text

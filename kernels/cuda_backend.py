@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from .gemm import RepackedWeight, matmul, refusal, repack
+from .gemm import product, refusal, repack
 from .library import find_library
 from .linear import QuantLinear
 from .packed import PackedWeight
@@ -54,22 +54,11 @@ class CudaLinear(QuantLinear):
         unfit = refusal(packed, dtype)
         return unfit if unfit is not None else find_library().reason or None
 
-    def repacked(self) -> RepackedWeight:
-        """The layer's tensors where they now are."""
-        return RepackedWeight(
-            weight=self.weight,
-            scale=self.scale,
-            zero=self.zero,
-            order=self.order,
-            bits=self.bits,
-            group_size=self.group_size,
-            in_features=self.in_features,
-            out_features=self.out_features,
-        )
-
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output, (..., out) in the dtype of `x`, which is (..., in) in the dtype it was loaded for."""
-        return matmul(x, self.repacked(), self.bias)
+        own = self._buffers  # attributes of a module cost a microsecond each
+        layer = (own["weight"], own["scale"], own["zero"], own["order"], own["bias"])
+        return product(x, *layer, self.bits, self.group_size, self.out_features)  # type: ignore[arg-type]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move as every module does, but keep the dtypes: `model.to(dtype)` must not change what the kernels read."""

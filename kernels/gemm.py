@@ -15,6 +15,7 @@ from .launcher import DTYPES
 from .packed import PackedWeight
 
 _STEP = 16
+_linear = torch.ops.gptqkit.linear.default
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,19 +67,27 @@ def matmul(x: Tensor, weight: RepackedWeight, bias: Tensor | None = None) -> Ten
 
     Differentiable in x, by way of the dense weight.
     """
-    ordered = x if weight.order is None else x.index_select(-1, weight.order)
+    layer = (weight.weight, weight.scale, weight.zero, weight.order)
+    return product(x, *layer, bias, weight.bits, weight.group_size, weight.out_features)
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    order: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+    out_features: int,
+) -> Tensor:
+    """What `matmul` returns, for a layer given by its tensors and sizes."""
+    ordered = x if order is None else x.index_select(-1, order)
     if x.requires_grad and torch.is_grad_enabled():
-        return torch.nn.functional.linear(ordered, dequantize(weight), bias)
-    y: Tensor = torch.ops.gptqkit.linear(
-        ordered,
-        weight.weight,
-        weight.scale,
-        weight.zero,
-        bias,
-        weight.bits,
-        weight.group_size,
-        weight.out_features,
-    )
+        dense = torch.ops.gptqkit.dequantize(weight, scale, zero, bits, group_size, out_features, x.shape[-1])
+        return torch.nn.functional.linear(ordered, dense, bias)
+    y: Tensor = _linear(ordered, weight, scale, zero, bias, bits, group_size, out_features)
     return y
 
 

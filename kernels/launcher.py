@@ -21,9 +21,6 @@ from .tuning import Tuning, tuning_for
 
 DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 
-# Of the dense weight that exists at a time: large enough for full matrix products, small enough for the L2 cache.
-DENSE_BYTES = 24 << 20
-
 TILE = 64
 
 
@@ -76,7 +73,7 @@ class Launcher:
         out_features: int,
     ) -> Tensor:
         """The product x WT + bias on the path that is faster; see `ops.linear`."""
-        _check(x, scale)
+        _check(x, weight, scale, bias)
         rows = x.reshape(-1, x.shape[-1])
         layer = (weight, scale, zero, bias, bits, group_size, out_features)
         if self.tuning.fused(bits, rows.shape[0]):
@@ -98,7 +95,7 @@ class Launcher:
         split: int,
     ) -> Tensor:
         """The product x WT + bias on the fused kernel; see `ops.gemm`."""
-        _check(x, scale)
+        _check(x, weight, scale, bias)
         m, k = x.shape
         x = _aligned(x)
         y = x.new_empty((m, out_features))
@@ -137,7 +134,7 @@ class Launcher:
     ) -> Tensor:
         """The product x WT + bias by torch, on the weight dequantized a part at a time."""
         y = x.new_empty((x.shape[0], out_features))
-        step = min(out_features, max(TILE, DENSE_BYTES // (x.element_size() * x.shape[1]) // TILE * TILE))
+        step = min(out_features, self.tuning.dense_rows(x.element_size() * x.shape[1]))
         buffer = x.new_empty((step, x.shape[1]))  # torch's allocator hands out the same one at every call
         for first in range(0, out_features, step):
             part = slice(first, min(first + step, out_features))
@@ -211,9 +208,22 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _check(x: Tensor, scale: Tensor) -> None:
-    if x.dtype != scale.dtype:
-        raise ShapeError(f"x is {x.dtype}, and the layer was made for {scale.dtype}; load the model with that dtype")
+def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+    """Refuse what would make a kernel read where it must not; layers come from `gemm.repack` and fit together.
+
+    Raises:
+        ShapeError: x does not fit the layer.
+    """
+    if x.dtype != scale.dtype or (bias is not None and bias.dtype != scale.dtype):
+        came = x.dtype if bias is None else f"{x.dtype} and the bias {bias.dtype}"
+        raise ShapeError(f"x is {came}, and the layer was made for {scale.dtype}; load the model with that dtype")
+    if x.device != weight.device:
+        raise ShapeError(f"x is on {x.device}, and the layer is on {weight.device}; move one of them")
+    if _padded(x.shape[-1]) != weight.shape[1] * TILE:
+        raise ShapeError(
+            f"x has {x.shape[-1]} columns, and the layer takes {(weight.shape[1] - 1) * TILE + 1} to "
+            f"{weight.shape[1] * TILE}; it belongs to another layer"
+        )
 
 
 def _aligned(x: Tensor) -> Tensor:

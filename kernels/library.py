@@ -136,7 +136,7 @@ def find_library() -> Search:
     """The library for this process's GPUs; looked for, and if need be built, at the first call only."""
     try:
         return Search(library=open_library(_HERE, Path.home() / ".cache" / "gptqkit"), reason="")
-    except BackendError as error:
+    except RuntimeError as error:  # a BackendError, or no home directory
         return Search(library=None, reason=str(error))
 
 

@@ -119,7 +119,9 @@ class QuantizeConfig:
             raise ConfigError(f"alpha is {self.alpha}; it must lie between 0 and 1 (0.25 is published)")
         if self.block_size < 1:
             raise ConfigError(f"block_size is {self.block_size}; it must be positive")
-        for pattern in self.overrides:
+        for pattern, override in self.overrides.items():
+            if not isinstance(override, ModuleOverride):
+                raise ConfigError(f"the override of {pattern!r} is {override!r}; give a ModuleOverride")
             try:
                 re.compile(pattern)
             except re.error as error:
@@ -158,19 +160,25 @@ class QuantizeConfig:
         Raises:
             ConfigError: A key that is no setting, or a bad value.
         """
-        unknown = set(values) - {f.name for f in dataclasses.fields(cls)}
-        if unknown:
-            raise ConfigError(f"unknown settings: {', '.join(sorted(unknown))}")
-        overrides = {pattern: ModuleOverride(**value) for pattern, value in values.get("overrides", {}).items()}
-        return cls(**{**values, "overrides": overrides})
+        _check_keys(cls, values)
+        overrides = values.get("overrides", {})
+        for override in overrides.values():
+            _check_keys(ModuleOverride, override)
+        return cls(**{**values, "overrides": {key: ModuleOverride(**value) for key, value in overrides.items()}})
+
+
+def _check_keys(kind: type[QuantizeConfig] | type[ModuleOverride], values: Mapping[str, Any]) -> None:
+    unknown = set(values) - {f.name for f in dataclasses.fields(kind)}
+    if unknown:
+        raise ConfigError(f"unknown settings: {', '.join(sorted(unknown))}")
 
 
 def _check_bits(bits: int) -> None:
-    if bits not in BITS:
+    if type(bits) is not int or bits not in BITS:
         raise ConfigError(f"bits is {bits}; choose 2, 3, 4 or 8")
 
 
 def _per_row_is_negative(group_size: int) -> int:
-    if group_size == -1 or group_size > 0:
+    if type(group_size) is int and (group_size == -1 or group_size > 0):
         return group_size
-    raise ConfigError(f"group_size is {group_size}; give a positive number, or -1 for one group per row")
+    raise ConfigError(f"group_size is {group_size!r}; give a positive number, or -1 for one group per row")

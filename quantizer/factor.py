@@ -45,16 +45,14 @@ def factorize(hessian: Tensor, permutation: Tensor, damp: float, dtype: torch.dt
 
     Raises:
         NonFiniteError: H holds NaN or infinity.
-        SingularHessianError: All inputs were zero, or H is not positive definite at the largest damping.
+        SingularHessianError: H is not positive definite at the largest damping.
     """
     diagonal = hessian.diagonal()
     mean = diagonal.to(dtype).mean()
     if not bool(torch.isfinite(mean)):
         raise NonFiniteError("the Hessian holds NaN or infinity; check the calibration activations")
-    if float(mean) <= 0:
-        raise SingularHessianError(
-            "every calibration input of this module was zero, so nothing tells its columns apart"
-        )
+    if float(mean) == 0:  # no input ever arrived: every column is dead, and the sweep comes to plain rounding
+        mean = torch.ones_like(mean)
     backwards = permutation.flip(0)
     for escalations in range(MAX_ESCALATIONS + 1):
         share = damp * ESCALATION**escalations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -62,12 +63,14 @@ def is_matrix(module: nn.Module) -> bool:
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The name of the list of repeated blocks and the list: the one that holds the most weights in matrices.
 
+    Blocks may be of several kinds.
+
     Raises:
-        ArchitectureError: The model has no list of modules of one kind with matrices inside.
+        ArchitectureError: The model has no list of modules with matrices inside.
     """
     best: tuple[int, str, nn.ModuleList] | None = None
     for name, modules in model.named_modules():
-        if not isinstance(modules, nn.ModuleList) or len({type(block) for block in modules}) != 1:
+        if not isinstance(modules, nn.ModuleList):
             continue
         size = sum(parameter_of(inner).numel() for inner in modules.modules() if is_matrix(inner))
         if size and (best is None or size > best[0]):
@@ -78,6 +81,17 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
             "only transformers of that shape can be walked block by block"
         )
     return best[1], best[2]
+
+
+def check_overrides(model: nn.Module, config: QuantizeConfig) -> None:
+    """Raise ConfigError for an override whose pattern finds no matrix of `model`: a slip would go unnoticed."""
+    names = [name for name, module in model.named_modules() if is_matrix(module)]
+    for pattern in config.overrides:
+        if not any(re.search(pattern, name) for name in names):
+            raise ConfigError(
+                f"the override {pattern!r} matches no Linear of {type(model).__name__}, which has for example "
+                f"{', '.join(names[:3])}; correct the pattern or leave it out"
+            )
 
 
 def find_targets(block: nn.Module, prefix: str, config: QuantizeConfig) -> list[Target]:

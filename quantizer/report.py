@@ -55,9 +55,10 @@ class QuantizationReport:
         tokens: Calibration tokens that counted (no padding, no excluded samples).
         excluded_samples: Samples left out for non-finite activations.
         device: Type of device that did the work.
-        seconds: Time of the whole walk.
+        seconds: Time from the call until the last module was solved, loading included.
         versions: Versions of the packages that took part.
         modules: One entry per quantized module, in the order in which they were solved.
+        perplexity: What was measured on the finished checkpoint: one row per text, with its name and the scores.
     """
 
     model: str
@@ -71,6 +72,7 @@ class QuantizationReport:
     seconds: float
     versions: dict[str, str]
     modules: list[ModuleReport] = field(default_factory=list)
+    perplexity: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

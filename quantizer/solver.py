@@ -122,19 +122,15 @@ def correction(cross: Tensor, factor: Tensor, alpha: float) -> Tensor:
     return shift.mul_(alpha)
 
 
-def output_error(weight: Tensor, approximation: Tensor, hessian: Tensor) -> float:
-    """||(W - Q) X|| / ||W X||, from H = mean x xT: the share of the module's output that quantization changed.
+def output_power(weight: Tensor, hessian: Tensor) -> float:
+    """tr(W H WT): the mean over tokens of ||W x||^2.
 
     Args:
-        weight: W, (out, in) float32.
-        approximation: Q, (out, in) float32.
+        weight: W, (out, in) float32; or a difference of weights.
         hessian: H, (in, in) float32, not damped.
     """
-    difference = weight - approximation
     with full_float32():
-        lost = ((difference @ hessian) * difference).sum(dtype=torch.float64)
-        whole = ((weight @ hessian) * weight).sum(dtype=torch.float64)
-    return float((lost.clamp(min=0) / whole).sqrt()) if whole > 0 else 0.0
+        return max(0.0, float(((weight @ hessian) * weight).sum(dtype=torch.float64)))
 
 
 @torch.no_grad()
@@ -163,7 +159,7 @@ def _solve(weight: Tensor, hessian: Tensor, cross: Tensor | None, config: Quanti
             shift = correction(in_order, factor.upper, config.alpha)
         sweep = _Sweep(target[order.permutation], order, config)
         if order.static:
-            sweep.fit_static_grids(factor.upper.diagonal().square())
+            sweep.fit_static_grids(hessian.diagonal()[order.permutation].to(dtype))
         loss = _sweep_blocks(sweep, factor, shift, _block_size(config.block_size, group_size, columns))
     return Solution(
         weight=sweep.quantized_weight(),

@@ -58,8 +58,8 @@ class BlockStream:
 
         def work(_: Tensor, call: Callable[[Tensor], Any]) -> Any:
             out = call(hidden)
-            self._returns_tuple = isinstance(out, tuple)
-            seen.append(out[0] if isinstance(out, tuple) else out)
+            self._returns_tuple = isinstance(out, (tuple, list))
+            seen.append(out[0] if self._returns_tuple else out)
             raise _Done
 
         self._enter(layer, batch, work, block)
@@ -125,31 +125,33 @@ class BlockStream:
         Raises:
             ArchitectureError: A module was never called.
         """
-        order: list[tuple[Tensor, list[str]]] = []
+        order: list[tuple[Tensor, int, list[str]]] = []
 
         def record(name: str, arguments: tuple[Any, ...]) -> None:
-            if any(name in names for _, names in order):
+            if any(name in names for _, _, names in order):
                 return
             received = arguments[0]
-            for earlier, names in order:  # `order` keeps the tensors alive, so equal addresses mean one tensor
-                if earlier.data_ptr() == received.data_ptr() and earlier.shape == received.shape:
+            # `order` keeps the tensors alive, so an equal address and version mean the same numbers.
+            for earlier, version, names in order:
+                same_place = earlier.data_ptr() == received.data_ptr() and earlier.shape == received.shape
+                if same_place and version == received._version:
                     names.append(name)
                     return
-            order.append((received, [name]))
+            order.append((received, received._version, [name]))
 
         with ExitStack() as hooks:
             for name, module in modules.items():
                 hook = module.register_forward_pre_hook(lambda _, arguments, name=name: record(name, arguments))
                 hooks.callback(hook.remove)
             self.run(layer, batch, hidden)
-        called = {name for _, names in order for name in names}
+        called = {name for _, _, names in order for name in names}
         silent = [name for name in modules if name not in called]
         if silent:
             raise ArchitectureError(
                 f"{', '.join(silent)}: not called in a forward pass, so there is nothing to calibrate with; "
                 "leave them in floating point with an override"
             )
-        return [names for _, names in order]
+        return [names for _, _, names in order]
 
     def _as_output(self, hidden: Tensor) -> Any:
         return (hidden,) if self._returns_tuple else hidden
@@ -198,11 +200,15 @@ def float_copy(block: nn.Module) -> nn.Module:
 
 @contextmanager
 def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    own = module.__dict__.get("forward")  # accelerate, among others, puts one there
     module.forward = forward  # an instance attribute shadows the class's method
     try:
         yield
     finally:
-        del module.forward
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
 
 
 @contextmanager

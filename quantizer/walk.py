@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +17,10 @@ from ..calibration.windows import TokenWindows
 from ..errors import ArchitectureError, GptqkitError
 from ..progress import Progress, ProgressCallback, silent
 from .config import QuantizeConfig
-from .modules import Target, find_blocks, find_head, find_targets, is_tied, output_layer
+from .modules import Target, check_overrides, find_blocks, find_head, find_targets, is_tied, output_layer
 from .quantized import QuantizedWeight
 from .report import ModuleReport
-from .solver import Solution, output_error, solve_gptaq, solve_gptq, solve_rtn
+from .solver import Solution, output_power, solve_gptaq, solve_gptq, solve_rtn
 from .stream import BlockStream, float_copy, working_copy
 
 
@@ -64,11 +66,12 @@ def quantize_blocks(
 
     Raises:
         ArchitectureError: No blocks, or modules that are never called.
-        ConfigError: A module that the settings do not fit; raised before any work.
+        ConfigError: A module that the settings do not fit, or an override that fits none; raised before any work.
         NonFiniteError: Non-finite activations, unless `skip_nonfinite`.
         SingularHessianError: A module that cannot be solved, by name.
     """
     prefix, blocks = find_blocks(model)
+    check_overrides(model, config)
     targets = [find_targets(block, f"{prefix}.{layer}", config) for layer, block in enumerate(blocks)]
     head = find_head(model, config)
     total = sum(len(of_block) for of_block in targets) + (head is not None)
@@ -174,17 +177,16 @@ class _Walk:
         """Solve one module, remember the result and report it."""
         start = time.perf_counter()
         weight = target.weight.detach().to(self._device, torch.float32)
-        hessian = statistics.hessian() if statistics is not None else None
         try:
+            hessian = statistics.hessian() if statistics is not None else None
             solution = self._solution(weight, hessian, statistics, target.config)
         except GptqkitError as problem:
             raise type(problem)(f"{target.name}: {problem}") from problem
         seconds = time.perf_counter() - start
         error, rounding_error = None, None
         if hessian is not None:
-            error = output_error(weight, solution.weight.dequantize(), hessian)
             plain = solve_rtn(weight, target.config.plain_rounding())
-            rounding_error = output_error(weight, plain.weight.dequantize(), hessian)
+            error, rounding_error = relative_errors(weight, (solution.weight, plain.weight), hessian)
         self.reports.append(
             ModuleReport(
                 name=target.name,
@@ -225,3 +227,16 @@ class _Walk:
         if config.method == "gptaq" and cross is not None:
             return solve_gptaq(weight, hessian, cross, config)
         return solve_gptq(weight, hessian, config)
+
+
+def relative_errors(weight: Tensor, candidates: Iterable[QuantizedWeight], hessian: Tensor) -> list[float]:
+    """||(W - Q) X|| / ||W X|| of every candidate Q: the share of the module's output that it changes.
+
+    Args:
+        weight: W, (out, in) float32.
+        candidates: Quantized weights of the same shape.
+        hessian: H = mean over tokens of x xT, (in, in) float32, not damped.
+    """
+    whole = output_power(weight, hessian)
+    lost = [output_power(weight - candidate.dequantize(), hessian) for candidate in candidates]
+    return [math.sqrt(power / whole) if whole > 0 else 0.0 for power in lost]

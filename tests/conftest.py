@@ -91,10 +91,8 @@ def small_text(example_data: Path) -> str:
 
 
 @pytest.fixture(scope="session")
-def emulation(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def emulation(emulator_path: Path) -> Any:
     """Operators on the CPU, run by the kernels' emulator; see support.emulation."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
     from support.emulation import emulate
 
-    return emulate(tmp_path_factory.mktemp("emulator"))
+    return emulate(emulator_path)

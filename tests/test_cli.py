@@ -61,7 +61,7 @@ def replace(monkeypatch: pytest.MonkeyPatch, name: str, recorder: Recorder) -> R
 
 def test_choices_and_defaults_are_those_of_the_library() -> None:
     assert (arguments.BITS, arguments.METHODS, arguments.FORMATS) == (config.BITS, config.METHODS, config.FORMATS)
-    assert set(arguments.BACKENDS) == {"auto", *backend.BACKENDS, *backend.UNAVAILABLE}
+    assert set(arguments.BACKENDS) == {"auto", *backend.BACKENDS}
     typed = vars(arguments.parser().parse_args(["quantize", "model", "out"]))
     names = set(config.QuantizeConfig().to_dict()) - {"overrides"}
     assert config.QuantizeConfig(**{name: typed[name] for name in names}) == config.QuantizeConfig()

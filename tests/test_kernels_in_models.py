@@ -1,5 +1,6 @@
 """Whole models on the kernels: the emulator's on every machine, the real ones where there is a GPU."""
 
+import dataclasses
 from types import MappingProxyType
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 
 from gptqkit.evaluating import evaluate
 from gptqkit.kernels import backend
+from gptqkit.kernels.cuda_backend import CudaLinear
+from gptqkit.kernels.torch_backend import TorchLinear
 from gptqkit.loading import load
 from gptqkit.quantizer.config import QuantizeConfig
 from gptqkit.quantizing import quantize
@@ -35,14 +38,10 @@ SETTINGS = {"sequence_length": 16, "max_windows": 2, "batch_size": 1, "dtype": "
 
 @pytest.mark.parametrize("crossover", [10**6, 1], ids=["fused", "dense"])
 def test_perplexity_equals_the_reference_backends(checkpoint, emulated, small_text, crossover, monkeypatch):
-    tuning = type(emulated.launcher.tuning)(
-        blocks_per_multiprocessor=2, least_inputs_per_block=64, crossover=dict.fromkeys((2, 3, 4, 8), crossover)
-    )
+    tuning = dataclasses.replace(emulated.launcher.tuning, crossover={3: crossover})
     monkeypatch.setattr(emulated.launcher, "tuning", tuning)
-    emulated.launcher._split.cache_clear()
     reference = evaluate(checkpoint, [small_text], device="cpu", backend="torch", **SETTINGS)
     scores = evaluate(checkpoint, [small_text], device="cpu", backend="emulated", **SETTINGS)
-    emulated.launcher._split.cache_clear()
     assert scores.backend == "emulated"
     assert scores.perplexity == pytest.approx(reference.perplexity, rel=1e-3)
 
@@ -75,3 +74,21 @@ def test_generation_on_a_gpu(checkpoint):
     prompt = tokenizer("The captain said", return_tensors="pt").to("cuda")
     ids = [model.generate(**prompt, max_new_tokens=12, do_sample=False) for _ in range(2)]
     assert torch.equal(*ids)
+
+
+class PretendLinear(CudaLinear):
+    """Takes the CPU for a GPU that lacks the library."""
+
+    device_type = "cpu"
+
+    @classmethod
+    def refusal(cls, packed, dtype):  # noqa: ARG003
+        return "the kernels are not built"
+
+
+def test_a_fallback_is_announced_once(checkpoint, monkeypatch, caplog):
+    monkeypatch.setattr(backend, "AUTOMATIC", (PretendLinear, TorchLinear))
+    model, _ = load(checkpoint, device="cpu")
+    assert model.gptqkit_backend.name == "torch"
+    [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "not cuda, because the kernels are not built" in warning.getMessage()

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 import gptqkit
-from gptqkit.errors import CalibrationError, ConfigError, OutputExistsError
+from gptqkit.errors import ArchitectureError, CalibrationError, ConfigError, GptqkitError, OutputExistsError
 from gptqkit.export.gptq import to_tensors
 from gptqkit.export.reader import open_checkpoint
 from gptqkit.loading import load_float
@@ -92,6 +92,8 @@ def test_example_model_from_text_to_perplexity(tmp_path, example_model, text_fil
     assert reloaded.perplexity == solved.perplexity
     assert reloaded.kl_divergence > 0
     report = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
+    assert report["perplexity"] == result.report.to_dict()["perplexity"]
+    assert report["perplexity"][0]["dataset"] == text_file.name
     assert report["perplexity"][0]["perplexity"] > 1
     assert [module["name"] for module in report["modules"]] == list(result.weights)
     published = "".join(path.read_text() for path in (tmp_path / "out").iterdir() if path.suffix in (".json", ".md"))
@@ -169,11 +171,44 @@ def test_what_cannot_work_is_refused_before_any_work(tmp_path):
         gptqkit.quantize(build("llama"), windows().input_ids, None, config(), evaluate_on="x.txt")
     with pytest.raises(CalibrationError, match="vocabulary"):
         gptqkit.quantize(build("llama"), windows().input_ids + 90, None, config(), sequence_length=24)
+    with pytest.raises(ArchitectureError, match="model is a Linear"):
+        gptqkit.quantize(torch.nn.Linear(32, 32), windows().input_ids, None, config())
     with pytest.raises(ConfigError, match="group_size 48"):
         gptqkit.quantize(
             build("llama"), windows().input_ids, None, config(group_size=48), sequence_length=24, progress=worked.append
         )
     assert not worked
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"evaluate_on": "nowhere.txt"}, "nowhere.txt"),
+        ({"evaluate_on": "short.txt"}, "less than one window"),
+        ({"out": "short.txt/out"}, "is no directory"),
+        ({"sequence_length": 513}, "the model has 512 positions"),
+        ({"sequence_length": 0}, "sequence_length is 0"),
+        ({"seed": 1 << 70}, "seed is"),
+        ({"device": "meta"}, "device is 'meta'"),
+    ],
+)
+def test_no_work_is_lost_to_what_can_be_known_before(options, message, tmp_path, example_model, text_file, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("Too short.")
+    worked = []
+    given = {"out": "out", "samples": 2, "sequence_length": 64, "progress": worked.append, **options}
+    with pytest.raises((GptqkitError, NotADirectoryError), match=message):
+        gptqkit.quantize(example_model, text_file, config=config(), **given)
+    assert not worked
+    assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
+
+
+def test_a_float_model_is_never_overwritten(tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(OutputExistsError, match="something else than a quantized model"):
+        gptqkit.quantize(tmp_path, None, tmp_path, config(method="rtn"), overwrite=True)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_model_in_training_mode_comes_back_as_it_was():

@@ -2,32 +2,36 @@
 //
 // Formula. Within a group every product shares scale and zero, so they are applied once per group, to float32 sums:
 //     y += scale * (sum_k code_k x_k - zero * sum_k x_k)
-//     The operands are base + code * 2^place in `unit`s (fragments.cuh); sum_k x_k comes from the same tensor cores with
-//     an operand of ones, so asymmetric grids cost what symmetric ones cost and no product zero * scale is ever rounded.
+//     The operands are base + code * 2^place in `unit`s (fragments.cuh); sum_k x_k comes from the same tensor cores
+//     with an operand of ones, so asymmetric grids cost what symmetric ones cost and no product zero * scale is ever
+//     rounded.
 // Operands. W is the 16-row operand of the tensor cores and x the 8-column one: one token wastes 7/8 of idle cores
 //     instead of 15/16. Layouts: layout.cuh; x [M, K] rows ldx apart; y [M, N].
-// Grid (token tiles of 8 * TOKENS, split, column tiles of 64), block of 8 or 4 warps. The units of a column tile are dealt
-//     to the warps of its blocks in contiguous runs. Each thread copies its own vectors of the weight into a ring in shared memory and
-//     reads back only its own: the loop has no barrier. Token tiles are the fastest index: they share the weight in L2.
-// Preconditions, checked by gptqkit_gemm: M >= 1, K a multiple of 32, x 16-byte aligned with ldx a multiple of 8; `group`
-//     a multiple of 16, of 64 unless FINE; tickets 0.
-// Numerics: products of 16-bit operands are exact in the float32 sums; the sums of a group, the scaled sums, the parts of
-//     warps and of blocks are float32, each in a fixed order; y is rounded once.
+// Grid (token tiles of 8 * TOKENS, split, column tiles of 64), block of 8 or 4 warps. The units of a column tile are
+//     dealt to the warps of its blocks in contiguous runs. Each thread copies its own vectors of the weight into a
+//     ring in shared memory and reads back only its own: the loop has no barrier. Token tiles are the fastest index:
+//     they share the weight in L2.
+// Preconditions, checked by gptqkit_gemm: M >= 1, K a multiple of 32, x 16-byte aligned with ldx a multiple of 8;
+//     `group` a multiple of 16, of 64 unless FINE; tickets 0.
+// Numerics: products of 16-bit operands are exact in the float32 sums; the sums of a group, the scaled sums, the parts
+//     of warps and of blocks are float32, each in a fixed order; y is rounded once.
 #pragma once
 
 #include "gemm.cuh"
 
-// Sixteen tokens need more registers than eight: fewer warps share a multiprocessor.
-template <int TOKENS> constexpr int kNarrowWarps = TOKENS == 1 ? 8 : 4;
-template <int BITS, int TOKENS> constexpr int kNarrowBlocks = TOKENS == 1 || BITS == 8 ? 2 : 3;
+// Sixteen tokens and eight bits need more registers: fewer warps share a multiprocessor, as many as fit without spills.
+template <int BITS, int TOKENS> constexpr int kNarrowWarps = TOKENS == 1 && BITS < 8 ? 8 : 4;
+template <int BITS, int TOKENS> constexpr int kNarrowBlocks = (TOKENS == 1) == (BITS == 8) ? 3 : 2;
 template <int BITS> constexpr int kNarrowStages = BITS == 8 ? 3 : 4;
-template <int BITS, int TOKENS> constexpr int kNarrowRingBytes = kNarrowStages<BITS> * BITS * kNarrowWarps<TOKENS> * kLanes * 16;
+template <int BITS, int TOKENS> constexpr int kNarrowRingBytes =
+    kNarrowStages<BITS> * BITS * kNarrowWarps<BITS, TOKENS> * kLanes * 16;
 
 template <class T, int BITS, int TOKENS, bool FINE>
-KERNEL(kNarrowWarps<TOKENS> *kLanes, kNarrowBlocks<BITS, TOKENS>) gemm_narrow(const GemmArguments a) {
+KERNEL(kNarrowWarps<BITS, TOKENS> *kLanes, kNarrowBlocks<BITS, TOKENS>)
+gemm_narrow(const GemmArguments a) {
     // Subnormal operands save an instruction each. If some GPU is slow at them, kBiased = true is the way out.
     using Operands = Fragments<T, BITS, false>;
-    constexpr int kWarps = kNarrowWarps<TOKENS>, kThreads = kWarps * kLanes, kStages = kNarrowStages<BITS>;
+    constexpr int kWarps = kNarrowWarps<BITS, TOKENS>, kThreads = kWarps * kLanes, kStages = kNarrowStages<BITS>;
     DYNAMIC_SHARED(uint4, ring);
     const int thread = threadIdx.x, lane = thread % kLanes, warp = thread / kLanes, c = lane / 4, t = lane % 4;
     const int tile = blockIdx.z, token0 = int(blockIdx.x) * 8 * TOKENS;
@@ -40,7 +44,8 @@ KERNEL(kNarrowWarps<TOKENS> *kLanes, kNarrowBlocks<BITS, TOKENS>) gemm_narrow(co
     auto copy_next = [&] {
         if (unit_to_copy < end) {
 #pragma unroll
-            for (int v = 0; v < BITS; v++) copy_async(slots + (stage_to_copy * BITS + v) * kThreads, source + v * kLanes);
+            for (int v = 0; v < BITS; v++)
+                copy_async(slots + (stage_to_copy * BITS + v) * kThreads, source + v * kLanes);
             source += BITS * kLanes;
         }
         copy_commit(); // an empty group at the end keeps the count of groups
@@ -69,7 +74,8 @@ KERNEL(kNarrowWarps<TOKENS> *kLanes, kNarrowBlocks<BITS, TOKENS>) gemm_narrow(co
             for (int h = 0; h < 2; h++) {
                 constexpr float base = Operands::base, unit = Operands::unit;
                 const float up = float(1 << Operands::place(i, h));
-                const float scale = grid.template scale_at<T>(i, h) * (1 / (unit * up)), zero = grid.zero_at(i, h) * (unit * up) + base;
+                const float scale = grid.template scale_at<T>(i, h) * (1 / (unit * up));
+                const float zero = grid.zero_at(i, h) * (unit * up) + base;
 #pragma unroll
                 for (int m = 0; m < TOKENS; m++)
 #pragma unroll
@@ -96,6 +102,7 @@ KERNEL(kNarrowWarps<TOKENS> *kLanes, kNarrowBlocks<BITS, TOKENS>) gemm_narrow(co
                 x[j][m] = k < a.k ? load_constant(reinterpret_cast<const uint2 *>(rows[m] + k)) : uint2{0, 0};
             }
         copy_wait<kStages - 2>();
+        copy_next(); // into the stage of the unit before this one
         uint32_t word[4 * BITS];
 #pragma unroll
         for (int v = 0; v < BITS; v++) {
@@ -103,7 +110,6 @@ KERNEL(kNarrowWarps<TOKENS> *kLanes, kNarrowBlocks<BITS, TOKENS>) gemm_narrow(co
             word[4 * v] = vector.x, word[4 * v + 1] = vector.y, word[4 * v + 2] = vector.z, word[4 * v + 3] = vector.w;
         }
         stage = stage + 1 == kStages ? 0 : stage + 1;
-        copy_next();
 #pragma unroll
         for (int j = 0; j < kSteps; j++) {
             uint32_t w[4][4];
@@ -130,7 +136,8 @@ KERNEL(kNarrowWarps<TOKENS> *kLanes, kNarrowBlocks<BITS, TOKENS>) gemm_narrow(co
         for (int m = 0; m < TOKENS; m++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                sums[sum_place<8 * TOKENS, kTile>(warp, 8 * m + 2 * t + (e & 1), 16 * i + 8 * (e >> 1) + c)] = total[i][m][e];
+                sums[sum_place<8 * TOKENS, kTile>(warp, 8 * m + 2 * t + (e & 1), 16 * i + 8 * (e >> 1) + c)] =
+                    total[i][m][e];
     block_barrier();
     store_tile<T, kWarps, 8 * TOKENS, kTile, kThreads>(sums, a);
 }

@@ -72,9 +72,9 @@ def evaluate(
     if reference is not None:
         reference, _ = _open(reference, device, "auto", dtype, trust_remote_code)
         models.append(reference)
-    length = sequence_length or default_length(model)
+    length = default_length(model) if sequence_length is None else sequence_length
     for each in models:
-        _check_length(each, length)
+        check_length(each, length)
     vocab_size = model.config.get_text_config().vocab_size
     tokens = load_tokens(dataset, tokenizer, column=column, split=split, vocab_size=vocab_size)
     with _evaluating(models):
@@ -114,7 +114,8 @@ def _positions(model: Any) -> int | None:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
-def _check_length(model: Any, sequence_length: int) -> None:
+def check_length(model: Any, sequence_length: int) -> None:
+    """Raise ConfigError where windows of `sequence_length` tokens have more positions than `model` has."""
     positions = _positions(model)
     if positions is not None and sequence_length > positions:
         raise ConfigError(

@@ -155,6 +155,8 @@ def choose_device(device: torch.device | str) -> torch.device:
         place = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device is {device!r}; give auto, cpu, cuda or cuda:N") from error
+    if place.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {device!r}; give auto, cpu, cuda or cuda:N")
     found = torch.cuda.device_count()
     if place.type == "cuda" and (place.index or 0) >= found:
         raise ConfigError(f"device is {device!r}, but torch sees {found} NVIDIA GPUs; give auto or cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Mapping
@@ -15,11 +16,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .calibration.sources import Source
-from .calibration.windows import load_windows
-from .errors import CalibrationError
-from .evaluating import default_length, evaluate
+from .calibration.windows import load_tokens, load_windows
+from .errors import ArchitectureError, CalibrationError
+from .evaluating import check_length, default_length, evaluate
+from .evaluation.perplexity import cut_windows
 from .export.staging import check_target
-from .export.writer import write_checkpoint
+from .export.writer import public_name, write_checkpoint
 from .loading import choose_device, load_float
 from .progress import ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
@@ -81,7 +83,7 @@ def quantize(
         split: Split of the data set to read.
         concatenate: Join all text and cut it; False makes one padded window per row.
         evaluate_on: Text file or data set: measure the finished checkpoint's perplexity and record it.
-        overwrite: Replace `out` where it exists.
+        overwrite: Replace `out` where it is a quantized model already.
         trust_remote_code: Let transformers run code that comes with the float model.
         progress: Called once per module, and while evaluating.
 
@@ -92,6 +94,8 @@ def quantize(
         GptqkitError: Settings, text, model or files that do not fit; see `errors`.
     """
     config = config or QuantizeConfig()
+    if not isinstance(model, (str, Path, PreTrainedModel)):
+        raise ArchitectureError(f"model is a {type(model).__name__}; give a folder, an id, or a PreTrainedModel")
     if out is not None:
         check_target(Path(out), overwrite=overwrite)
     if calibration is None and config.method != "rtn":
@@ -101,13 +105,19 @@ def quantize(
     start = time.perf_counter()
     place = choose_device(device)
     if isinstance(model, PreTrainedModel):
-        name = Path(model.name_or_path).name or type(model).__name__
+        name = public_name(model.name_or_path) if model.name_or_path else type(model).__name__
         loaded = model
     else:
-        name = Path(model).name if Path(model).exists() else str(model)
+        name = public_name(model)
         loaded, own_tokenizer = load_float(model, device="cpu", dtype="stored", trust_remote_code=trust_remote_code)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
-    length = sequence_length or default_length(loaded)
+    length = default_length(loaded) if sequence_length is None else sequence_length
+    check_length(loaded, length)
+    vocab_size = loaded.get_input_embeddings().weight.shape[0]
+    text = None
+    if evaluate_on is not None:  # read now, so that nothing is found wrong with it when the work is done
+        text = load_tokens(evaluate_on, tokenizer, vocab_size=vocab_size)
+        cut_windows(text, length)
     windows = None
     if calibration is not None:
         windows = load_windows(
@@ -119,7 +129,7 @@ def quantize(
             column=column,
             split=split,
             concatenate=concatenate,
-            vocab_size=loaded.get_input_embeddings().weight.shape[0],
+            vocab_size=vocab_size,
         )
     training = loaded.training
     loaded.eval()
@@ -144,10 +154,12 @@ def quantize(
         return QuantizeResult(report, walked.weights, None)
 
     def measure(staged: Path) -> Mapping[str, Any]:
-        if evaluate_on is None:
-            return {}
-        scores = evaluate(staged, evaluate_on, sequence_length=length, device=device, progress=progress)
-        return {"perplexity": [{"dataset": Path(evaluate_on).name, "sequence_length": length, **scores.to_dict()}]}
+        nonlocal report
+        if evaluate_on is not None:
+            scores = evaluate(staged, text, sequence_length=length, device=device, progress=progress)
+            row = {"dataset": public_name(evaluate_on), **scores.to_dict()}
+            report = dataclasses.replace(report, perplexity=[row])
+        return {"perplexity": report.perplexity}
 
     write_checkpoint(
         Path(out),

@@ -15,6 +15,8 @@ from .progress import Progress
 class ProgressDisplay:
     """A progress callback that draws bars on a terminal, and writes one line per layer anywhere else.
 
+    Lines end with the seconds since the display was made.
+
     Args:
         stream: Where to write; standard error by default.
     """
@@ -23,7 +25,7 @@ class ProgressDisplay:
         self._stream = sys.stderr if stream is None else stream
         self._bar: tqdm[Any] | None = None
         self._stage: str | None = None
-        self._started = 0.0
+        self._started = time.monotonic()
         self._layer: list[Progress] = []
 
     def __call__(self, step: Progress) -> None:
@@ -31,7 +33,6 @@ class ProgressDisplay:
         if step.stage != self._stage:
             self.close()
             self._stage = step.stage
-            self._started = time.monotonic()
             if self._stream.isatty():
                 self._bar = tqdm(total=step.total, desc=step.stage, file=self._stream, dynamic_ncols=True)
         if self._bar is not None:

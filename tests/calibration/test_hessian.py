@@ -43,12 +43,26 @@ def test_streams_that_do_not_pair_are_refused():
         InputStatistics(48, torch.device("cpu")).hessian()
 
 
-def test_reduced_precision_products_are_off_inside_and_back_outside():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+@pytest.mark.parametrize("kind", ["cuda", "mkldnn"])
+def test_reduced_precision_products_are_off_inside_and_back_outside(kind):
+    """However it was set: torch.get_float32_matmul_precision raises where it was set for one backend only."""
+    matmul = getattr(torch.backends, kind).matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
     try:
         with full_float32():
-            assert torch.get_float32_matmul_precision() == "highest"
-        assert torch.get_float32_matmul_precision() == "high"
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.fp32_precision == "tf32"
     finally:
-        torch.set_float32_matmul_precision(before)
+        matmul.fp32_precision = before
+
+
+def test_reduced_precision_by_torchs_older_interface():
+    matmuls = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with full_float32():
+            assert [matmul.fp32_precision for matmul in matmuls] == ["ieee", "ieee"]
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")

@@ -48,6 +48,8 @@ def test_windows_are_by_default_as_long_as_the_model_takes_and_never_longer(text
     assert evaluate(EXAMPLE, text_file, device="cpu").sequence_length == 512
     with pytest.raises(ConfigError, match="sequence_length is 513, but the model has 512 positions"):
         evaluate(EXAMPLE, text_file, sequence_length=513, device="cpu")
+    with pytest.raises(ConfigError, match="sequence_length is 0"):
+        evaluate(EXAMPLE, text_file, sequence_length=0, device="cpu")
 
 
 def test_a_backend_for_a_float_model_is_refused(text_file):

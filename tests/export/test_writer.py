@@ -221,10 +221,10 @@ def test_what_is_no_checkpoint_is_never_overwritten(material: Make, tmp_path: Pa
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.txt").touch()
-    with pytest.raises(OutputExistsError, match="no checkpoint directory"):
+    with pytest.raises(OutputExistsError, match="something else than a quantized model"):
         material().write(precious, overwrite=True)
     assert (precious / "thesis.txt").exists()
-    with pytest.raises(OutputExistsError, match="no checkpoint directory"):
+    with pytest.raises(OutputExistsError, match="something else than a quantized model"):
         material().write(precious / "thesis.txt", overwrite=True)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from gptqkit.errors import BackendError, ShapeError
 from gptqkit.kernels.gemm import dequantize, matmul, refusal, repack
+from gptqkit.kernels.tuning import Tuning
 from support.emulation import move
 
 BITS = (2, 3, 4, 8)
@@ -92,7 +93,7 @@ def test_dense_path_works_through_a_small_buffer(make_layer, launcher, monkeypat
     x = inputs(120, 96, device=launcher.device)
     arguments = (weight.weight, weight.scale, weight.zero, layer.packed.bias.to(x.device), 4, 32, 160)
     whole = launcher.dense_product(x, *arguments)
-    monkeypatch.setattr("gptqkit.kernels.launcher.DENSE_BYTES", 1)
+    monkeypatch.setattr(Tuning, "dense_rows", lambda *_: 64)
     assert_as_good_as_torch(launcher.dense_product(x, *arguments), x, layer)
     without_bias = launcher.dense_product(x, *arguments[:3], None, *arguments[4:])
     assert relative_error(without_bias + arguments[3], whole.cpu().double()) < 1e-3
@@ -171,6 +172,13 @@ def test_activations_of_another_dtype_are_refused(make_layer, launcher):
     weight, _ = make(make_layer, launcher)
     with pytest.raises(ShapeError, match=r"x is torch\.float32, and the layer was made for torch\.float16"):
         matmul(inputs(2, 96, dtype=torch.float32, device=launcher.device), weight)
+
+
+@pytest.mark.parametrize("columns", [32, 64, 160])
+def test_activations_of_another_layer_are_refused(make_layer, launcher, columns):
+    weight, _ = make(make_layer, launcher)
+    with pytest.raises(ShapeError, match=f"x has {columns} columns, and the layer takes 65 to 128"):
+        matmul(inputs(2, columns, device=launcher.device), weight)
 
 
 def test_errors_of_the_library_carry_its_words(make_layer, launcher):

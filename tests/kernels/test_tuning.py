@@ -24,6 +24,15 @@ def test_unknown_devices_get_the_defaults():
     assert file_name("NVIDIA H200") == "nvidia-h200.json"
 
 
+def test_dense_rows_are_whole_tiles_of_about_the_size_asked_for():
+    constants = tuning_for("no such GPU")
+    assert constants.dense_rows(2 * 28672) == 1024
+    for columns in (32, 1000, 4096, 8192):
+        rows = constants.dense_rows(2 * columns)
+        assert rows % 256 == 0
+        assert rows == 1024 or 0 <= constants.dense_bytes - rows * 2 * columns < 256 * 2 * columns
+
+
 def test_split_fills_the_device_and_not_more():
     constants = tuning_for("no such GPU")
     for tiles in (1, 16, 64, 448, 10_000):

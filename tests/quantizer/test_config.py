@@ -19,6 +19,10 @@ from gptqkit.quantizer.config import ModuleOverride, QuantizeConfig
         ({"alpha": 1.5}, "alpha is 1.5"),
         ({"block_size": 0}, "block_size is 0"),
         ({"desc_act": True, "act_group_aware": True}, "two orders"),
+        ({"bits": 4.0}, "bits is 4.0"),
+        ({"group_size": "128"}, "group_size is '128'"),
+        ({"group_size": 64.0}, "group_size is 64.0"),
+        ({"overrides": {"q_proj": {"bits": 8}}}, "give a ModuleOverride"),
         ({"overrides": {"(": ModuleOverride(skip=True)}}, r"'\(' is no regular expression"),
     ],
 )
@@ -66,3 +70,5 @@ def test_json_brings_every_setting_back():
     assert QuantizeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     with pytest.raises(ConfigError, match="unknown settings: colour"):
         QuantizeConfig.from_dict({"colour": 1})
+    with pytest.raises(ConfigError, match="unknown settings: colour"):
+        QuantizeConfig.from_dict({"overrides": {"x": {"colour": 1}}})

@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from gptqkit.calibration.windows import TokenWindows
@@ -11,7 +12,7 @@ from gptqkit.quantizer.modules import find_blocks, is_matrix, matrix
 from gptqkit.quantizer.solver import solve_gptaq, solve_gptq
 from gptqkit.quantizer.stream import BlockStream
 from gptqkit.quantizer.walk import quantize_blocks
-from support.models import MODELS, build, windows
+from support.models import MODELS, SIZE, build, windows
 
 CPU = torch.device("cpu")
 # Modules of the first block in the order in which they run; those in one tuple share an input.
@@ -87,6 +88,20 @@ def test_block_by_block_equals_the_whole_forward_pass(name, padded):
             assert torch.equal(hidden, expected)
 
 
+def test_blocks_of_several_kinds_and_blocks_that_return_lists():
+    several = {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_dt_rank": 32}
+    jamba = transformers.JambaConfig(
+        **SIZE, **several, intermediate_size=96, num_key_value_heads=2, num_experts=1, num_experts_per_tok=1
+    )
+    gpt = transformers.OpenAIGPTConfig(n_embd=64, n_layer=2, n_head=4, vocab_size=96, n_positions=64)
+    skip = {r"mamba\.(x|dt)_proj": ModuleOverride(skip=True)}
+    for architecture, overrides, count in ((jamba, skip, 12), (gpt, {}, 8)):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(architecture).eval()
+        result = quantize_blocks(model, windows(), settings(method="gptaq", overrides=overrides), device=CPU)
+        assert len(result.weights) == count
+
+
 @pytest.mark.parametrize("method", ["gptq", "gptaq"])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_architecture_is_quantized_better_than_by_rounding(name, method):
@@ -160,6 +175,17 @@ def test_batch_size_and_padding_do_not_matter(method):
             assert first.rounding_error == pytest.approx(second.rounding_error, rel=0.01)
 
 
+def test_errors_are_those_of_the_outputs():
+    model = build("mistral")
+    result = quantize_blocks(model, windows(), settings(true_sequential=False), device=CPU)
+    for name in ("q_proj", "o_proj"):
+        name = f"model.layers.0.self_attn.{name}"
+        x, weight = inputs_of(model, name, windows()), model.get_submodule(name).weight.detach()
+        expected = (x @ (weight - result.weights[name].dequantize()).T).norm() / (x @ weight.T).norm()
+        report = next(report for report in result.reports if report.name == name)
+        assert report.error == pytest.approx(float(expected), rel=1e-3)
+
+
 def test_rounding_needs_no_calibration_and_reports_no_error():
     model = build("gpt2")
     result = quantize_blocks(model, None, settings(method="rtn"), device=CPU)
@@ -183,6 +209,12 @@ def test_overrides_choose_bits_groups_and_what_stays():
     assert result.weights["model.layers.0.mlp.down_proj"].group_size == 96
     assert {weight.bits for name, weight in result.weights.items() if ".0." in name} == {8}
     assert "model.layers.1.mlp.down_proj" not in result.weights
+
+
+def test_an_override_that_matches_nothing_is_a_mistake():
+    config = settings(overrides={"lm_head": ModuleOverride(skip=True), "donw_proj": ModuleOverride(bits=8)})
+    with pytest.raises(ConfigError, match=r"'donw_proj' matches no Linear .* model.layers.0.self_attn.q_proj"):
+        quantize_blocks(build("llama"), windows(), config, device=CPU)
 
 
 @pytest.mark.parametrize("method", ["gptq", "gptaq"])
@@ -228,6 +260,33 @@ def test_non_finite_activations_stop_the_run_or_are_left_out():
     without = quantize_blocks(model, kept, settings(method="gptaq"), device=CPU, batch_size=2)
     for name, weight in without.weights.items():
         assert (weight.codes != left_out.weights[name].codes).float().mean() < 0.02
+
+
+def test_leaving_out_stops_where_no_sample_is_left():
+    model = build("mistral")
+    model.model.layers[1].input_layernorm.weight.data[0] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"none is left at the inputs of model.layers.1.self_attn.q_proj, block 1"):
+        quantize_blocks(model, windows(), settings(skip_nonfinite=True), device=CPU, batch_size=4)
+
+
+def test_batches_hold_at_least_one_sample():
+    with pytest.raises(ConfigError, match="batch_size is 0"):
+        quantize_blocks(build("mistral"), windows(), settings(), device=CPU, batch_size=0)
+
+
+def test_a_forward_that_somebody_put_on_a_block_stays():
+    model = build("llama")
+    block = model.model.layers[0]
+    calls = []
+
+    def counting(*arguments, **named):
+        calls.append(1)
+        return type(block).forward(block, *arguments, **named)
+
+    block.forward = counting
+    quantize_blocks(model, windows(), settings(), device=CPU)
+    assert calls
+    assert block.forward is counting
 
 
 def test_modules_that_never_run_are_named():

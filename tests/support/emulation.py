@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from gptqkit.kernels import build, ops
+from gptqkit.kernels import ops
 from gptqkit.kernels.cuda_backend import CudaLinear
 from gptqkit.kernels.gemm import refusal
 from gptqkit.kernels.launcher import Launcher
@@ -12,7 +12,12 @@ from gptqkit.kernels.library import KernelLibrary
 from gptqkit.kernels.tuning import Tuning
 
 # Splits K = 128 already, so that small layers see everything.
-TUNING = Tuning(blocks_per_multiprocessor=2, least_inputs_per_block=64, crossover=dict.fromkeys((2, 3, 4, 8), 100))
+TUNING = Tuning(
+    blocks_per_multiprocessor=2,
+    least_inputs_per_block=64,
+    crossover=dict.fromkeys((2, 3, 4, 8), 100),
+    dense_bytes=1 << 25,
+)
 
 
 class EmulatedLinear(CudaLinear):
@@ -34,9 +39,7 @@ class Emulation:
     operators: torch.library.Library
 
 
-def emulate(folder):
-    path = folder / "libgptqkit_emulator.so"
-    build.build_emulator(path, flags=("-O1",))
+def emulate(path):
     launcher = Launcher(KernelLibrary(path), torch.device("cpu"), TUNING, multiprocessors=8)
     operators = torch.library.Library("gptqkit", "IMPL")
     ops.implement(operators, "CPU", launcher)
