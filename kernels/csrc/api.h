@@ -29,12 +29,11 @@ enum gptqkit_code {
     GPTQKIT_OK = 0,
     GPTQKIT_BAD_BITS = -1,       // bits is none of 2, 3, 4, 8
     GPTQKIT_BAD_DTYPE = -2,      // dtype is neither 0 nor 1
-    GPTQKIT_BAD_SHAPE = -3,      // a negative size, k no multiple of 32, codes that fill no whole words, n above 2^22
+    GPTQKIT_BAD_SHAPE = -3,      // a negative size, k no multiple of 32, codes that fill no whole words, n or k above 2^22 - 64
     GPTQKIT_BAD_GROUP = -4,      // see each function
     GPTQKIT_BAD_SPLIT = -5,      // split outside 1 ... 64, or above 1 without workspace and tickets
     GPTQKIT_BAD_ALIGNMENT = -6,  // see each function
-    GPTQKIT_NO_DEVICE_CODE = -7, // the device's shared memory is too small for the kernel
-    GPTQKIT_FAULT = -8,          // emulator only: the kernel broke a rule of the hardware; the text says which
+        GPTQKIT_FAULT = -7,          // emulator only: the kernel broke a rule of the hardware; the text says which
 };
 
 // The number of this interface: 1. A library with another number must not be called otherwise.
@@ -62,7 +61,7 @@ GPTQKIT_API int gptqkit_repack_grid(int bits, int dtype, const void *scales /*[G
 // Both are 0 when split is 1, and the pointers may then be NULL.
 GPTQKIT_API int gptqkit_workspace(int m, int n, int k, int split, int64_t *floats, int64_t *tickets);
 
-// y = x WT + bias. x is [M, K] with rows ldx elements apart; x is 8-byte aligned and ldx a multiple of 4 (M = 1: any).
+// y = x WT + bias. x is [M, K] with rows ldx elements apart; x is 16-byte aligned and ldx a multiple of 8 (M = 1: any).
 // weight, scale and zero are 16-byte aligned. group is a multiple of 16, or at least k (one group per row). Each column
 // tile's inputs are shared by `split` blocks, whose float32 partial sums are added in a fixed order: equal calls give
 // equal bits. m = 0 does nothing.

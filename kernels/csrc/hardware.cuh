@@ -1,0 +1,140 @@
+// Everything the kernels need from the GPU, as thin named functions. emulator.h has the same names for g++, so that the
+// kernels themselves are ordinary C++ and run on a machine without a GPU.
+//
+// 16-bit floats travel as raw bits (uint16_t, or two in a uint32_t with the first in the low half); the tags Float16 and
+// BFloat16 say how to read them.
+#pragma once
+
+#ifdef GPTQKIT_EMULATOR
+#include "emulator.h"
+#else
+
+#include <atomic>
+#include <cstdint>
+#include <cuda_runtime.h>
+
+#define DEVICE __device__ __forceinline__
+// The head of a kernel: threads per block, blocks that must fit on one multiprocessor.
+#define KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
+#define SHARED __shared__
+#define DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
+    type *const name = reinterpret_cast<type *>(dynamic_shared)
+
+struct Float16 {};
+struct BFloat16 {};
+
+// ---- conversions: float to 16 bits rounds to nearest, ties to even ----
+
+template <class T> DEVICE float to_float(uint16_t bits);
+template <> DEVICE float to_float<Float16>(uint16_t bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+template <> DEVICE float to_float<BFloat16>(uint16_t bits) { return __uint_as_float(uint32_t(bits) << 16); }
+
+template <class T> DEVICE uint16_t from_float(float value);
+template <> DEVICE uint16_t from_float<Float16>(float value) {
+    uint16_t bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+template <> DEVICE uint16_t from_float<BFloat16>(float value) {
+    uint16_t bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+// ---- arithmetic on words and pairs ----
+
+// (word & mask) | bits in one instruction.
+DEVICE uint32_t and_or(uint32_t word, uint32_t mask, uint32_t bits) {
+    uint32_t result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "r"(mask), "r"(bits));
+    return result;
+}
+
+// a * b + c of two pairs, rounded once; subnormals are kept.
+template <class T> DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c);
+template <> DEVICE uint32_t pair_fma<Float16>(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t result;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+    return result;
+}
+template <> DEVICE uint32_t pair_fma<BFloat16>(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t result;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+    return result;
+}
+
+// ---- memory ----
+
+// Data that nobody writes while the kernel runs: may be cached beside the multiprocessor.
+template <class V> DEVICE V load_constant(const V *source) { return __ldg(source); }
+// Data that other blocks wrote: past the cache that only this multiprocessor sees.
+DEVICE float load_shared_by_blocks(const float *source) { return __ldcg(source); }
+
+// Sixteen bytes from global to shared memory, arriving at the matching wait. Without `valid` they are zeros and the
+// source is not read. They bypass the first cache: what streams through is read once.
+DEVICE void copy_async(void *target, const void *source, bool valid = true) {
+    const uint32_t address = uint32_t(__cvta_generic_to_shared(target));
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(source), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+// Closes the thread's group of copies; groups arrive in order.
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most PENDING of the thread's groups are under way.
+template <int PENDING> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+// ---- tensor cores ----
+
+// d += a b for a 16 x 16 tile `a` (rows: columns of W), a 16 x 8 tile `b` (columns: tokens), float32 sums. Lane 4c + t has
+//   a[r]: row c + 8(r & 1), elements 2t + 8(r >> 1) and the next        b[r]: elements 2t + 8r and the next of column c
+//   d[e]: row c + 8(e >> 1), column 2t + (e & 1)
+template <class T> DEVICE void multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
+template <> DEVICE void multiply_add<Float16>(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+template <> DEVICE void multiply_add<BFloat16>(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// ---- blocks and launches ----
+
+DEVICE void block_barrier() { __syncthreads(); }
+// Makes the thread's writes visible to the device before whatever it does next.
+DEVICE void device_fence() { __threadfence(); }
+DEVICE int fetch_add(int *target, int value) { return atomicAdd(target, value); }
+
+// Starts `kernel` with one argument; 0 or an error code. More shared memory than 48 KiB has to be asked for, once per
+// kernel and device.
+template <auto kernel, class Arguments>
+int launch(dim3 grid, int threads, int shared_bytes, void *stream, const Arguments &arguments) {
+    static std::atomic<uint64_t> granted{0}; // devices, one bit each
+    if (shared_bytes > 48 * 1024) {
+        int device = 0;
+        if (cudaError_t error = cudaGetDevice(&device)) return error;
+        const uint64_t bit = device < 64 ? uint64_t(1) << device : 0;
+        if (!(granted.load(std::memory_order_relaxed) & bit)) {
+            if (cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel),
+                                                         cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes))
+                return error;
+            granted.fetch_or(bit, std::memory_order_relaxed);
+        }
+    }
+    void *pointers[] = {const_cast<Arguments *>(&arguments)};
+    return cudaLaunchKernel(reinterpret_cast<const void *>(kernel), grid, dim3(threads), pointers, shared_bytes,
+                            static_cast<cudaStream_t>(stream));
+}
+
+inline const char *runtime_error(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
+inline int runtime_versions(int *driver, int *built) {
+    *built = CUDART_VERSION;
+    return cudaDriverGetVersion(driver);
+}
+
+#endif

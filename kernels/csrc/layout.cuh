@@ -1,0 +1,78 @@
+// The repacked form of a weight, stated once.
+//
+// A unit is 64 columns x 64 inputs = 4 steps of 16 inputs, read by one warp as `bits` 16-byte vectors per lane:
+//
+//     weight  uint32 [column tile][unit][bits][32 lanes][4]     so lane l has 4 * bits words, `bits` for each step
+//
+// In step j lane 4c + t holds, for i and r from 0 to 3, the pair (i, r): the codes of inputs 16j + 4t + 2(r >> 1) and the
+// next one in column 16i + 8(r & 1) + c of the tile. A pair's codes lie 16 bits apart, where the tensor cores want two
+// 16-bit floats; (i, r) is operand register r of the 16-column tile i. (The hardware numbers a register's elements
+// otherwise than inputs are numbered here; activations are read in the same order, so the sum is the same, and a lane's
+// four inputs are neighbours: one 8-byte load per token.)
+//
+// Where the pairs lie in a step's words, as bits of their first code:
+//     2 bits  word i / 2, bits 4(i & 1) + {0, 2, 8, 10}[r]
+//     3 bits  word i, bits {0, 3, 6, 9}[r] for i < 3; pairs (3, 0), (3, 2), (3, 1) at bit 12 of words 0, 1, 2;
+//             bit b of pair (3, 3) at bit 15 of word b
+//     4 bits  word i, bits {0, 4, 8, 12}[r]
+//     8 bits  word 2i + (r & 1), bits {0, 8}[r >> 1]
+//
+// Scales and zeros: [group][column tile][64], column 16i + 8h + c of the tile at 8c + 2i + h, so that a lane finds the
+// eight columns that it multiplies side by side.
+#pragma once
+
+#include "hardware.cuh"
+
+constexpr int kTile = 64;  // columns of a tile, inputs of a unit
+constexpr int kStep = 16;  // inputs of a step
+constexpr int kSteps = kTile / kStep;
+constexpr int kLanes = 32;
+
+// The place of a tile's column among its scales.
+DEVICE int grid_place(int column) { return 8 * (column % 8) + 2 * (column / 16) + column / 8 % 2; }
+
+// One unsigned zero: 0 ... 2^bits.
+template <int BITS> struct ZeroOf { using Type = uint8_t; };
+template <> struct ZeroOf<8> { using Type = uint16_t; };
+template <int BITS> using Zero = typename ZeroOf<BITS>::Type;
+
+// The words of one step from its pairs, each code in the low bits of its half.
+template <int BITS> DEVICE void pack_step(const uint32_t (&pair)[4][4], uint32_t *word) {
+    if constexpr (BITS == 2)
+        for (int half = 0; half < 2; half++) {
+            word[half] = 0;
+            for (int i = 0; i < 2; i++) {
+                const uint32_t(&p)[4] = pair[2 * half + i];
+                word[half] |= (p[0] | p[1] << 2 | p[2] << 8 | p[3] << 10) << 4 * i;
+            }
+        }
+    if constexpr (BITS == 3)
+        for (int i = 0; i < 3; i++) {
+            const int top = i == 0 ? 0 : i == 1 ? 2 : 1;
+            word[i] = pair[i][0] | pair[i][1] << 3 | pair[i][2] << 6 | pair[i][3] << 9 | pair[3][top] << 12 |
+                      (pair[3][3] >> i & 0x00010001) << 15;
+        }
+    if constexpr (BITS == 4)
+        for (int i = 0; i < 4; i++) word[i] = pair[i][0] | pair[i][1] << 4 | pair[i][2] << 8 | pair[i][3] << 12;
+    if constexpr (BITS == 8)
+        for (int i = 0; i < 4; i++)
+            for (int h = 0; h < 2; h++) word[2 * i + h] = pair[i][h] | pair[i][h + 2] << 8;
+}
+
+// The inverse: the pairs of one step.
+template <int BITS> DEVICE void unpack_step(const uint32_t *word, uint32_t (&pair)[4][4]) {
+    constexpr uint32_t mask = ((1u << BITS) - 1) * 0x00010001u;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            if constexpr (BITS == 2) pair[i][r] = word[i / 2] >> (4 * (i & 1) + 2 * (r & 1) + 8 * (r >> 1)) & mask;
+            if constexpr (BITS == 3 ) {
+                if (i < 3) pair[i][r] = word[i] >> 3 * r & mask;
+                else if (r < 3) pair[i][r] = word[r == 0 ? 0 : 3 - r] >> 12 & mask;
+                else pair[i][r] = (word[0] >> 15 & 0x00010001) | (word[1] >> 14 & 0x00020002) | (word[2] >> 13 & 0x00040004);
+            }
+            if constexpr (BITS == 4) pair[i][r] = word[i] >> 4 * r & mask;
+            if constexpr (BITS == 8) pair[i][r] = word[2 * i + (r & 1)] >> 8 * (r >> 1) & mask;
+        }
+}
