@@ -1,0 +1,88 @@
+// dense[row, k] = (code[k, n] - zero[g, n]) * scale[g, n] with n = first + row and g = k / group, for large batches.
+//
+// Layouts: layout.cuh; dense is [count, K]. One warp per unit of 64 columns x 64 inputs, four to a block; a lane's four
+// neighbouring inputs leave as one 8-byte store, those of four lanes fill a 32-byte sector.
+// Preconditions, checked below: K a multiple of 32; group a multiple of 4 or at least K; dense 8-byte aligned.
+// Bound by writing: 2 bytes per weight. A code less a zero has at most 9 bits and a scale 11, so float32 holds the product
+// exactly and the only rounding is the one to the dtype.
+#include "api.h"
+#include "checks.h"
+#include "layout.cuh"
+
+namespace {
+
+constexpr int kWarps = 4;
+
+struct DequantizeArguments {
+    const uint4 *weight;
+    const uint16_t *scale;
+    const void *zero;
+    uint16_t *dense;
+    int first, count, k, group, units, column_tiles;
+    int64_t warps;
+};
+
+template <class T, int BITS> KERNEL(kWarps *kLanes, 1) dequantize(DequantizeArguments a) {
+    const int64_t warp = int64_t(blockIdx.x) * kWarps + threadIdx.x / kLanes;
+    if (warp >= a.warps) return;
+    const int lane = threadIdx.x % kLanes, unit = int(warp % a.units), tile = a.first / kTile + int(warp / a.units);
+    const uint4 *const source = a.weight + (int64_t(tile) * a.units + unit) * BITS * kLanes + lane;
+    uint32_t word[4 * BITS];
+#pragma unroll
+    for (int v = 0; v < BITS; v++) {
+        const uint4 vector = load_constant(source + v * kLanes);
+        word[4 * v] = vector.x, word[4 * v + 1] = vector.y, word[4 * v + 2] = vector.z, word[4 * v + 3] = vector.w;
+    }
+#pragma unroll
+    for (int j = 0; j < kSteps; j++) {
+        const int k = unit * kTile + kStep * j + 4 * (lane % 4);
+        if (k >= a.k) return;
+        const int64_t grid = (int64_t(k / a.group) * a.column_tiles + tile) * kTile + 8 * (lane / 4);
+        uint32_t pair[4][4];
+        unpack_step<BITS>(word + j * BITS, pair);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int row = tile * kTile + 16 * i + 8 * h + lane / 4 - a.first;
+                if (row < 0 || row >= a.count) continue;
+                const float scale = to_float<T>(load_constant(a.scale + grid + 2 * i + h));
+                const float zero = load_constant(static_cast<const Zero<BITS> *>(a.zero) + grid + 2 * i + h);
+                uint32_t out[2];
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const uint32_t codes = pair[i][h + 2 * r];
+                    out[r] = from_float<T>((float(codes & 0xffff) - zero) * scale) |
+                             uint32_t(from_float<T>((float(codes >> 16) - zero) * scale)) << 16;
+                }
+                *reinterpret_cast<uint2 *>(a.dense + int64_t(row) * a.k + k) = uint2{out[0], out[1]};
+            }
+    }
+}
+
+template <class T> int start(int bits, const DequantizeArguments &a, void *stream) {
+    const dim3 grid(unsigned((a.warps + kWarps - 1) / kWarps));
+    switch (bits) {
+    case 2: return launch<dequantize<T, 2>>(grid, kWarps * kLanes, 0, stream, a);
+    case 3: return launch<dequantize<T, 3>>(grid, kWarps * kLanes, 0, stream, a);
+    case 4: return launch<dequantize<T, 4>>(grid, kWarps * kLanes, 0, stream, a);
+    default: return launch<dequantize<T, 8>>(grid, kWarps * kLanes, 0, stream, a);
+    }
+}
+
+} // namespace
+
+GPTQKIT_API int gptqkit_dequantize(int bits, int dtype, const uint32_t *weight, const void *scale, const void *zero, void *dense,
+                                   int first, int count, int n, int k, int group, void *stream) {
+    if (int error = check_shape(bits, n, k)) return error;
+    if (int error = check_dtype(dtype)) return error;
+    if (first < 0 || count < 0 || int64_t(first) + count > n) return GPTQKIT_BAD_SHAPE;
+    if (group < 1 || (group < k && group % 4)) return GPTQKIT_BAD_GROUP;
+    if (misaligned(weight, 16) || misaligned(scale, 16) || misaligned(zero, 16) || misaligned(dense, 8)) return GPTQKIT_BAD_ALIGNMENT;
+    if (count == 0 || k == 0) return GPTQKIT_OK;
+    const int units = tiles(k), last_tile = (first + count - 1) / 64;
+    const DequantizeArguments arguments{reinterpret_cast<const uint4 *>(weight), static_cast<const uint16_t *>(scale), zero,
+                                        static_cast<uint16_t *>(dense), first, count, k, group, units, tiles(n),
+                                        int64_t(last_tile - first / 64 + 1) * units};
+    return dtype == 0 ? start<Float16>(bits, arguments, stream) : start<BFloat16>(bits, arguments, stream);
+}

@@ -1,0 +1,136 @@
+// y = x WT + bias for up to 16 tokens: bound by reading the weight, bits / 8 + (2 + zero bytes) / group bytes each.
+//
+// Formula. Within a group every product shares scale and zero, so they are applied once per group, to float32 sums:
+//     y += scale * (sum_k code_k x_k - zero * sum_k x_k)
+//     The operands are base + code * 2^place in `unit`s (fragments.cuh); sum_k x_k comes from the same tensor cores with
+//     an operand of ones, so asymmetric grids cost what symmetric ones cost and no product zero * scale is ever rounded.
+// Operands. W is the 16-row operand of the tensor cores and x the 8-column one: one token wastes 7/8 of idle cores
+//     instead of 15/16. Layouts: layout.cuh; x [M, K] rows ldx apart; y [M, N].
+// Grid (token tiles of 8 * TOKENS, split, column tiles of 64), block of 8 or 4 warps. The units of a column tile are dealt
+//     to the warps of its blocks in contiguous runs. Each thread copies its own vectors of the weight into a ring in shared memory and
+//     reads back only its own: the loop has no barrier. Token tiles are the fastest index: they share the weight in L2.
+// Preconditions, checked by gptqkit_gemm: M >= 1, K a multiple of 32, x 16-byte aligned with ldx a multiple of 8; `group`
+//     a multiple of 16, of 64 unless FINE; tickets 0.
+// Numerics: products of 16-bit operands are exact in the float32 sums; the sums of a group, the scaled sums, the parts of
+//     warps and of blocks are float32, each in a fixed order; y is rounded once.
+#pragma once
+
+#include "gemm.cuh"
+
+// Sixteen tokens need more registers than eight, so fewer warps share a block.
+template <int TOKENS> constexpr int kNarrowWarps = TOKENS == 1 ? 8 : 4;
+template <int TOKENS> constexpr int kNarrowBlocks = TOKENS == 1 ? 2 : 3;
+template <int BITS> constexpr int kNarrowStages = BITS == 8 ? 3 : 4;
+template <int BITS, int TOKENS> constexpr int kNarrowRingBytes = kNarrowStages<BITS> * BITS * kNarrowWarps<TOKENS> * kLanes * 16;
+
+template <class T, int BITS, int TOKENS, bool FINE>
+KERNEL(kNarrowWarps<TOKENS> *kLanes, kNarrowBlocks<TOKENS>) gemm_narrow(const GemmArguments a) {
+    // Subnormal operands save an instruction each. If some GPU is slow at them, kBiased = true is the way out.
+    using Operands = Fragments<T, BITS, false>;
+    constexpr int kWarps = kNarrowWarps<TOKENS>, kThreads = kWarps * kLanes, kStages = kNarrowStages<BITS>;
+    DYNAMIC_SHARED(uint4, ring);
+    const int thread = threadIdx.x, lane = thread % kLanes, warp = thread / kLanes, c = lane / 4, t = lane % 4;
+    const int tile = blockIdx.z, token0 = int(blockIdx.x) * 8 * TOKENS;
+    const int parts = int(gridDim.y) * kWarps, part = int(blockIdx.y) * kWarps + warp;
+    const int first = int(int64_t(a.units) * part / parts), end = int(int64_t(a.units) * (part + 1) / parts);
+
+    const uint4 *source = a.weight + (int64_t(tile) * a.units + first) * BITS * kLanes + lane;
+    uint4 *const slots = ring + thread;
+    int unit_to_copy = first, stage_to_copy = 0, stage = 0;
+    auto copy_next = [&] {
+        if (unit_to_copy < end) {
+#pragma unroll
+            for (int v = 0; v < BITS; v++) copy_async(slots + (stage_to_copy * BITS + v) * kThreads, source + v * kLanes);
+            source += BITS * kLanes;
+        }
+        copy_commit(); // an empty group at the end keeps the count of groups
+        unit_to_copy++;
+        stage_to_copy = stage_to_copy + 1 == kStages ? 0 : stage_to_copy + 1;
+    };
+
+    // Tokens beyond M read the last one's row: their columns of y are never stored.
+    const uint16_t *rows[TOKENS];
+#pragma unroll
+    for (int m = 0; m < TOKENS; m++) {
+        const int token = token0 + 8 * m + c;
+        rows[m] = a.x + (token < a.m ? token : a.m - 1) * a.ldx + 4 * t;
+    }
+
+    float total[4][TOKENS][4] = {}, sum[4][TOKENS][4] = {}, sum_x[TOKENS][4] = {};
+    const uint32_t ones[4] = {kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>};
+    const int group_steps = a.group / kStep, groups = (a.k + a.group - 1) / a.group;
+    int group = first * kTile / a.group, steps_left = (group + 1) * group_steps - first * kSteps;
+    // Loaded when the group begins and used when it ends, so nobody waits for it.
+    GridWords<BITS> grid = load_grid<BITS>(a, group < groups ? group : groups - 1, tile, c);
+    auto close_group = [&] {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                constexpr float base = Operands::base, unit = Operands::unit;
+                const float up = float(1 << Operands::place(i, h));
+                const float scale = grid.template scale_at<T>(i, h) * (1 / (unit * up)), zero = grid.zero_at(i, h) * (unit * up) + base;
+#pragma unroll
+                for (int m = 0; m < TOKENS; m++)
+#pragma unroll
+                    for (int e = 2 * h; e < 2 * h + 2; e++) {
+                        total[i][m][e] = fmaf(scale, fmaf(-zero, sum_x[m][e], sum[i][m][e]), total[i][m][e]);
+                        sum[i][m][e] = 0;
+                    }
+            }
+#pragma unroll
+        for (int m = 0; m < TOKENS; m++) sum_x[m][0] = sum_x[m][1] = sum_x[m][2] = sum_x[m][3] = 0;
+        steps_left = group_steps;
+        if (++group < groups) grid = load_grid<BITS>(a, group, tile, c);
+    };
+
+#pragma unroll
+    for (int s = 0; s < kStages - 1; s++) copy_next();
+    for (int unit = first; unit < end; unit++) {
+        uint2 x[kSteps][TOKENS];
+#pragma unroll
+        for (int j = 0; j < kSteps; j++)
+#pragma unroll
+            for (int m = 0; m < TOKENS; m++) {
+                const int k = unit * kTile + kStep * j;
+                x[j][m] = k < a.k ? load_constant(reinterpret_cast<const uint2 *>(rows[m] + k)) : uint2{0, 0};
+            }
+        copy_wait<kStages - 2>();
+        uint32_t word[4 * BITS];
+#pragma unroll
+        for (int v = 0; v < BITS; v++) {
+            const uint4 vector = slots[(stage * BITS + v) * kThreads];
+            word[4 * v] = vector.x, word[4 * v + 1] = vector.y, word[4 * v + 2] = vector.z, word[4 * v + 3] = vector.w;
+        }
+        stage = stage + 1 == kStages ? 0 : stage + 1;
+        copy_next();
+#pragma unroll
+        for (int j = 0; j < kSteps; j++) {
+            uint32_t w[4][4];
+            Operands::operands(word + j * BITS, w);
+#pragma unroll
+            for (int m = 0; m < TOKENS; m++) {
+                const uint32_t tokens[2] = {x[j][m].x, x[j][m].y};
+                multiply_add<T>(sum_x[m], ones, tokens);
+#pragma unroll
+                for (int i = 0; i < 4; i++) multiply_add<T>(sum[i][m], w[i], tokens);
+            }
+            if (FINE && --steps_left == 0) close_group();
+        }
+        if (!FINE && (steps_left -= kSteps) == 0) close_group();
+    }
+    if (steps_left != group_steps) close_group();
+
+    copy_wait<0>();
+    block_barrier(); // the ring becomes the place of the sums
+    float *const sums = reinterpret_cast<float *>(ring);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int m = 0; m < TOKENS; m++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                sums[sum_place<8 * TOKENS, kTile>(warp, 8 * m + 2 * t + (e & 1), 16 * i + 8 * (e >> 1) + c)] = total[i][m][e];
+    block_barrier();
+    store_tile<T, kWarps, 8 * TOKENS, kTile, kThreads>(sums, a);
+}
