@@ -24,7 +24,7 @@
 #include "api.h"
 
 #define DEVICE inline
-#define KERNEL(threads, blocks) void
+#define KERNEL(...) void
 #define SHARED static
 #define DYNAMIC_SHARED(type, name) type *const name = reinterpret_cast<type *>(emulator::machine.shared)
 

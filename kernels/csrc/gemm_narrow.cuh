@@ -17,14 +17,14 @@
 
 #include "gemm.cuh"
 
-// Sixteen tokens need more registers than eight, so fewer warps share a block.
+// Sixteen tokens need more registers than eight: fewer warps share a multiprocessor.
 template <int TOKENS> constexpr int kNarrowWarps = TOKENS == 1 ? 8 : 4;
-template <int TOKENS> constexpr int kNarrowBlocks = TOKENS == 1 ? 2 : 3;
+template <int BITS, int TOKENS> constexpr int kNarrowBlocks = TOKENS == 1 || BITS == 8 ? 2 : 3;
 template <int BITS> constexpr int kNarrowStages = BITS == 8 ? 3 : 4;
 template <int BITS, int TOKENS> constexpr int kNarrowRingBytes = kNarrowStages<BITS> * BITS * kNarrowWarps<TOKENS> * kLanes * 16;
 
 template <class T, int BITS, int TOKENS, bool FINE>
-KERNEL(kNarrowWarps<TOKENS> *kLanes, kNarrowBlocks<TOKENS>) gemm_narrow(const GemmArguments a) {
+KERNEL(kNarrowWarps<TOKENS> *kLanes, kNarrowBlocks<BITS, TOKENS>) gemm_narrow(const GemmArguments a) {
     // Subnormal operands save an instruction each. If some GPU is slow at them, kBiased = true is the way out.
     using Operands = Fragments<T, BITS, false>;
     constexpr int kWarps = kNarrowWarps<TOKENS>, kThreads = kWarps * kLanes, kStages = kNarrowStages<BITS>;

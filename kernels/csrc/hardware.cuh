@@ -15,7 +15,7 @@
 
 #define DEVICE __device__ __forceinline__
 // The head of a kernel: threads per block, blocks that must fit on one multiprocessor.
-#define KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
+#define KERNEL(...) __global__ void __launch_bounds__(__VA_ARGS__)
 #define SHARED __shared__
 #define DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
     type *const name = reinterpret_cast<type *>(dynamic_shared)
