@@ -94,7 +94,7 @@ def build(target: Path, architectures: Sequence[str] = ARCHITECTURES) -> None:
     _run([str(nvcc), *_DEVICE, *codes, *linking, *map(str, _sources()), "-o", str(target)])
 
 
-def build_emulator(target: Path, flags: Sequence[str] = ("-O2",), sources: Path = SOURCES) -> None:
+def build_emulator(target: Path, flags: Sequence[str] = ("-O1",), sources: Path = SOURCES) -> None:
     """Compile the same sources with g++ and `csrc/emulator.h`: for tests.
 
     Args:
@@ -220,7 +220,7 @@ def main() -> int:
     parser.add_argument("target", type=Path, nargs="?", help="the shared library to write")
     parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, metavar="CAPABILITY", help="as in 90; default: all")
     parser.add_argument("--emulator", action="store_true", help="for the CPU, with g++")
-    parser.add_argument("--flags", nargs="+", default=["-O2"], metavar="FLAG", help="of g++, as in --flags=-O1")
+    parser.add_argument("--flags", nargs="+", default=["-O1"], metavar="FLAG", help="of g++, as in --flags=-O2")
     parser.add_argument("--check", action="store_true", help="report registers and spills; writes nothing")
     options = parser.parse_args()
     if options.check:

@@ -1,6 +1,7 @@
 """What every test shares: no network, GPU tests skipped where there is none, the example model and text."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs an NVIDIA GPU")
+
+
+@pytest.fixture(scope="session")
+def emulator_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernel library with an emulator in place of the GPU, compiled once."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    from gptqkit.kernels.build import build_emulator
+
+    path = tmp_path_factory.mktemp("emulator") / "libgptqkit_emulator.so"
+    build_emulator(path)
+    return path
 
 
 @pytest.fixture(scope="session")

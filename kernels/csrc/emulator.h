@@ -5,7 +5,7 @@
 //   - shared memory starts as NaN; the target of an asynchronous copy is NaN from its issue to the matching wait;
 //   - lanes of one warp that meet in different collectives, threads that wait for others that are gone, misaligned copies
 //     and copies under way at the end of a kernel are faults: the launch stops and returns GPTQKIT_FAULT;
-//   - dynamic shared memory is allocated with its exact size, so that AddressSanitizer sees accesses beyond it.
+//   - behind dynamic shared memory lies a guard zone: reading it gives NaN, writing it is a fault.
 // Not seen: races between blocks (they run one after another), speed, bank conflicts, rounding inside tensor cores (sums
 // are float64 here, rounded once per instruction).
 #pragma once
@@ -17,6 +17,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -39,6 +40,8 @@ struct Float16 {};
 struct BFloat16 {};
 
 namespace emulator {
+
+constexpr int kGuard = 16 * 1024; // bytes
 
 enum class Meeting { none, barrier, multiply_add };
 
@@ -72,7 +75,7 @@ struct Machine {
     std::function<void()> body;
     dim3 grid, block;
     int threads = 0, alive = 0;
-    void *shared = nullptr;
+    unsigned char *shared = nullptr;
     std::vector<Fiber *> runnable, at_barrier;
     uint32_t random = 1;
     std::string fault;
@@ -87,11 +90,16 @@ inline Machine machine;
 // Gives the CPU back; the fiber goes on when somebody has made it runnable.
 inline void pause() { swapcontext(&machine.current->context, &machine.scheduler); }
 
-[[noreturn]] inline void fault(const char *what) {
+// Keeps the first fault; the launch ends with it.
+inline void note_fault(const char *what) {
     if (machine.fault.empty())
         machine.fault = std::string("emulator: ") + what + ", block (" + std::to_string(machine.block.x) + ", " +
                         std::to_string(machine.block.y) + ", " + std::to_string(machine.block.z) + "), thread " +
                         std::to_string(machine.current->thread);
+}
+
+[[noreturn]] inline void fault(const char *what) {
+    note_fault(what);
     for (;;) pause();
 }
 
@@ -144,7 +152,7 @@ inline void run_block(std::vector<Fiber> &fibers) {
     machine.alive = machine.threads;
     while (machine.alive && machine.fault.empty()) {
         if (machine.runnable.empty()) {
-            machine.fault = "emulator: threads wait for others that do not come";
+            note_fault("threads wait for others that do not come");
             return;
         }
         std::swap(machine.runnable[machine.draw(machine.runnable.size())], machine.runnable.back());
@@ -284,13 +292,16 @@ int launch(dim3 grid, int threads, int shared_bytes, void *, const Arguments &ar
     machine.grid = grid;
     machine.threads = threads;
     std::vector<emulator::Fiber> fibers(threads);
+    const std::unique_ptr<unsigned char, decltype(&free)> shared(
+        static_cast<unsigned char *>(aligned_alloc(128, (shared_bytes + emulator::kGuard + 127) / 128 * 128)), free);
+    machine.shared = shared.get();
     for (machine.block.z = 0; machine.block.z < grid.z; machine.block.z++)
         for (machine.block.y = 0; machine.block.y < grid.y; machine.block.y++)
             for (machine.block.x = 0; machine.block.x < grid.x; machine.block.x++) {
-                if (shared_bytes && posix_memalign(&machine.shared, 128, shared_bytes)) abort();
-                if (shared_bytes) memset(machine.shared, 0xff, shared_bytes);
+                memset(shared.get(), 0xff, shared_bytes + emulator::kGuard);
                 emulator::run_block(fibers);
-                free(std::exchange(machine.shared, nullptr));
+                for (int byte = 0; byte < emulator::kGuard; byte++)
+                    if (shared.get()[shared_bytes + byte] != 0xff) emulator::note_fault("a write beyond shared memory");
                 if (!machine.fault.empty()) return GPTQKIT_FAULT;
             }
     return GPTQKIT_OK;

@@ -34,19 +34,15 @@ def to_bits(values, dtype):
 def pack_stream(codes, bits):
     """The little-endian bit stream of codes along axis 0, one bit at a time: (n, ...) -> int32 (n * bits / 32, ...)."""
     stream = (codes[:, None] >> np.arange(bits).reshape(-1, *[1] * (codes.ndim - 1))) & 1
-    stream = stream.reshape(-1, 32, *codes.shape[1:]).astype(np.uint64)
+    stream = stream.reshape(len(codes) * bits // 32, 32, *codes.shape[1:]).astype(np.uint64)
     weights = (np.uint64(1) << np.arange(32, dtype=np.uint64)).reshape(-1, *[1] * (codes.ndim - 1))
     return (stream * weights).sum(1).astype(np.uint32).view(np.int32)
 
 
-def aligned(shape, dtype, fill=None):
-    """A new array that begins at a multiple of 16 bytes, as the allocators of GPUs give them."""
-    count = int(np.prod(shape))
-    raw = np.empty(count * np.dtype(dtype).itemsize + 16, np.uint8)
-    start = -raw.ctypes.data % 16
-    array = raw[start : start + count * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
-    if fill is not None:
-        array[...] = fill
+def aligned(shape, dtype, fill):
+    """An array that begins at a multiple of 16 bytes, as malloc and the allocators of GPUs give them."""
+    array = np.full(shape, fill, dtype)
+    assert array.ctypes.data % 16 == 0
     return array
 
 
@@ -62,7 +58,18 @@ class Kernels:
         self.handle.gptqkit_error.restype = c_char_p
         signatures = {
             "gptqkit_repack_weight": [c_int, *[c_void_p] * 3, c_int, c_int, c_void_p],
-            "gptqkit_repack_grid": [c_int, c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int, c_int, c_void_p],
+            "gptqkit_repack_grid": [
+                c_int,
+                c_int,
+                c_void_p,
+                c_void_p,
+                c_int,
+                c_void_p,
+                c_void_p,
+                c_int,
+                c_int,
+                c_void_p,
+            ],
             "gptqkit_workspace": [c_int] * 4 + [POINTER(c_int64)] * 2,
             "gptqkit_gemm": [c_int, c_int, c_void_p, c_int64, *[c_void_p] * 7, *[c_int] * 5, c_void_p],
             "gptqkit_dequantize": [c_int, c_int, *[c_void_p] * 4, *[c_int] * 5, c_void_p],

@@ -1,0 +1,120 @@
+"""The gemm kernels, run by the emulator, against float64: no worse than a dense product at the same dtype."""
+
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.kernels import BFLOAT16, FLOAT16, KernelError, Kernels, Layer, activations, aligned, gemm_error, to_bits
+
+# Measured: 0.6 to 0.9 for up to 16 tokens (products with codes are exact), 1.0 for more (weights rounded as there).
+LARGEST_ERROR = 1.05
+
+SHAPES = ((64, 64), (96, 288), (160, 96), (32, 224), (96, 160))  # outputs, inputs: ragged and whole tiles
+GROUPS = (16, 32, 64, 128, None)  # None: one per row
+
+
+@pytest.fixture(scope="module")
+def kernels(emulator_path: Path) -> Kernels:
+    return Kernels(emulator_path)
+
+
+@pytest.mark.parametrize("m", [1, 5, 8, 13, 33, 70])
+@pytest.mark.parametrize(("bits", "dtype"), list(product((2, 3, 4, 8), (FLOAT16, BFLOAT16))))
+def test_every_group_split_zero_and_shape(kernels: Kernels, bits: int, dtype: int, m: int) -> None:
+    # Over m, bits and dtype every group meets every split, kind of zero and shape.
+    turn = m + bits + dtype
+    for place, group in enumerate(GROUPS):
+        n, k = SHAPES[(turn + place) % len(SHAPES)]
+        zeros, offset = (("random", 1), ("random", 0), (1 << bits - 1, 1), (0, 0), (1 << bits, 1))[
+            (turn + 2 * place) % 5
+        ]
+        split = 1 + (turn + place // 2) % 3
+        kernels.handle.gptqkit_emulator_seed(turn + place)
+        layer = Layer(
+            kernels, bits=bits, dtype=dtype, n=n, k=k, group=group or k, zeros=zeros, zero_offset=offset, seed=place
+        )
+        x = activations(m, k, dtype, seed=turn)
+        bias = to_bits(np.linspace(-3, 3, n), dtype) if place % 2 else None
+        error = gemm_error(kernels.gemm(layer, x, split=split, bias=bias), x, layer, bias)
+        assert error < LARGEST_ERROR, f"n {n}, k {k}, group {group}, zeros {zeros}, offset {offset}, split {split}"
+
+
+@pytest.mark.parametrize("m", [3, 16, 20])
+def test_rows_of_x_may_lie_apart(kernels: Kernels, m: int) -> None:
+    layer = Layer(kernels, bits=4, dtype=FLOAT16, n=64, k=96, group=32)
+    x = activations(m, 96, FLOAT16, ldx=136)
+    assert gemm_error(kernels.gemm(layer, x, ldx=136), x, layer) < LARGEST_ERROR
+
+
+def test_one_row_of_any_stride(kernels: Kernels) -> None:
+    layer = Layer(kernels, bits=4, dtype=FLOAT16, n=64, k=96, group=32)
+    x = activations(1, 96, FLOAT16)
+    np.testing.assert_array_equal(kernels.gemm(layer, x, ldx=97), kernels.gemm(layer, x))
+
+
+@pytest.mark.parametrize("m", [5, 40])
+@pytest.mark.parametrize("split", [1, 3])
+def test_equal_calls_give_equal_bits_in_any_order_of_threads(kernels: Kernels, m: int, split: int) -> None:
+    layer = Layer(kernels, bits=3, dtype=BFLOAT16, n=96, k=352, group=32)
+    x = activations(m, 352, BFLOAT16)
+    results = []
+    for seed in (1, 2):
+        kernels.handle.gptqkit_emulator_seed(seed)
+        results.append(kernels.gemm(layer, x, split=split))
+    np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize("m", [1, 9, 20])
+def test_more_splits_than_work(kernels: Kernels, m: int) -> None:
+    layer = Layer(kernels, bits=2, dtype=FLOAT16, n=32, k=64, group=16)
+    x = activations(m, 64, FLOAT16)
+    assert gemm_error(kernels.gemm(layer, x, split=7), x, layer) < LARGEST_ERROR
+
+
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16])
+def test_one_token_does_not_see_another(kernels: Kernels, dtype: int) -> None:
+    layer = Layer(kernels, bits=4, dtype=dtype, n=64, k=64, group=32)
+    for m in (2, 20):
+        x = activations(m, 64, dtype)
+        expected = kernels.gemm(layer, x)
+        x[0] = 0x7FFF  # NaN
+        np.testing.assert_array_equal(kernels.gemm(layer, x)[1:], expected[1:])
+
+
+def test_no_tokens_and_no_outputs_do_nothing(kernels: Kernels) -> None:
+    layer = Layer(kernels, bits=4, dtype=FLOAT16, n=64, k=64, group=32)
+    assert kernels.gemm(layer, activations(0, 64, FLOAT16)).shape == (0, 64)
+    empty = Layer(kernels, bits=4, dtype=FLOAT16, n=0, k=64, group=32)
+    assert kernels.gemm(empty, activations(2, 64, FLOAT16)).shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"bits": 5}, "-1: bits"),
+        ({"dtype": 2}, "-2: dtype"),
+        ({"k": 72}, "-3: a size"),
+        ({"group": 24}, "-4: the group size"),
+        ({"group": 0}, "-4: the group size"),
+        ({"split": 65}, "-5: split"),
+        ({"split": 0}, "-5: split"),
+        ({"ldx": 100}, "-6: a tensor"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused(kernels: Kernels, change: dict[str, int], words: str) -> None:
+    layer = Layer(kernels, bits=4, dtype=FLOAT16, n=64, k=96, group=32)
+    x = activations(2, 96, FLOAT16)
+    options = {name: change.pop(name) for name in ("split", "ldx") if name in change}
+    for name, value in change.items():
+        setattr(layer, name, value)
+    with pytest.raises(KernelError, match=words):
+        kernels.gemm(layer, x, **options)
+
+
+def test_misaligned_x_is_refused(kernels: Kernels) -> None:
+    layer = Layer(kernels, bits=4, dtype=FLOAT16, n=64, k=96, group=32)
+    x = aligned((104,), np.uint16, 0)[1:97].reshape(1, 96)
+    with pytest.raises(KernelError, match="-6: a tensor"):
+        kernels.gemm(layer, x)
