@@ -2,6 +2,7 @@
 #   make test      the tests
 #   make demo      quantize the example model at 4, 3 and 2 bits, reload it and measure it
 #   make check     what CI runs: ruff, mypy, tests
+#   make sanitize  the CUDA kernels on the emulator under AddressSanitizer and UBSan (needs g++)
 #   make clients   load our checkpoints with other programs, in environments of their own (long)
 # PYTHON is the interpreter that makes the environment, VENV where it goes.
 
@@ -12,7 +13,7 @@ python := $(VENV)/bin/python
 # pip writes the command on installing, so it also tells when that was done.
 installed := $(VENV)/bin/gptqkit
 
-.PHONY: setup test demo check clients clean
+.PHONY: setup test demo check sanitize clients clean
 
 setup: $(installed)
 
@@ -32,6 +33,12 @@ check: $(installed)
 	$(python) -m ruff format --check .
 	$(python) -m mypy
 	$(python) -m pytest
+
+# Python does not give all its memory back, so leaks are not looked for.
+sanitize: $(installed)
+	$(python) kernels/build.py build/sanitize/libgptqkit_emulator.so --emulator --sanitize
+	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+		$(python) tests/support/kernel_cases.py build/sanitize/libgptqkit_emulator.so
 
 clients: $(installed)
 	tests/clients/run

@@ -1,7 +1,7 @@
 """Compile the CUDA sources of `csrc` into one shared library, or check that they compile well.
 
     python kernels/build.py TARGET [--arch 90]     the library, for all architectures or for some
-    python kernels/build.py TARGET --emulator      the same sources for the CPU (g++), for tests
+    python kernels/build.py TARGET --emulator      the same sources for the CPU (g++), for tests; also with --sanitize
     python kernels/build.py --check [--arch 90]    every source: no spilled registers, the expected instructions
 
 `setup.py` loads this file by its path before gptqkit or torch are there, so it needs Python and nvcc alone.
@@ -28,6 +28,7 @@ ARCHITECTURES = ("80", "89", "90", "100")
 
 _HOST = ("-std=c++17", "-fPIC", "-fvisibility=hidden")
 _DEVICE = ("-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden", "--threads", "0")
+_SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 _EXPECTED = ("HMMA.16816.F32", "LDGSTS")
 """What every gemm kernel must contain: the tensor cores' product and the asynchronous copy."""
 
@@ -98,13 +99,14 @@ def build_emulator(target: Path, flags: Sequence[str] = ("-O1",), sources: Path 
     """Compile the same sources with g++ and `csrc/emulator.h`: for tests.
 
     Args:
-        target: The shared library to write.
+        target: The shared library to write; its folder is made if need be.
         flags: Optimization and checks, as in ("-O1", "-fsanitize=address").
         sources: The folder of the sources, if not ours.
 
     Raises:
         BuildError: There is no g++, or it refuses the sources.
     """
+    target.parent.mkdir(parents=True, exist_ok=True)
     command = ["g++", *_HOST, *flags, "-DGPTQKIT_EMULATOR", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
     with tempfile.TemporaryDirectory() as folder:
 
@@ -220,7 +222,7 @@ def main() -> int:
     parser.add_argument("target", type=Path, nargs="?", help="the shared library to write")
     parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, metavar="CAPABILITY", help="as in 90; default: all")
     parser.add_argument("--emulator", action="store_true", help="for the CPU, with g++")
-    parser.add_argument("--flags", nargs="+", default=["-O1"], metavar="FLAG", help="of g++, as in --flags=-O2")
+    parser.add_argument("--sanitize", action="store_true", help="with --emulator: AddressSanitizer and UBSan")
     parser.add_argument("--check", action="store_true", help="report registers and spills; writes nothing")
     options = parser.parse_args()
     if options.check:
@@ -230,7 +232,7 @@ def main() -> int:
     if options.target is None:
         parser.error("a target or --check is needed")
     if options.emulator:
-        build_emulator(options.target, options.flags)
+        build_emulator(options.target, _SANITIZED if options.sanitize else ("-O1",))
     else:
         build(options.target, options.arch)
     return 0
