@@ -29,8 +29,8 @@ dim3 grid_for(int m, int n, int split) {
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 template <class T, int BITS, int TOKENS> int start_narrow(const GemmArguments &a, dim3 grid, void *stream) {
-    constexpr int threads = kNarrowWarps<TOKENS> * kLanes;
-    constexpr int bytes = larger(kNarrowRingBytes<BITS, TOKENS>, kSumBytes<kNarrowWarps<TOKENS>, 8 * TOKENS, kTile>);
+    constexpr int threads = kNarrowWarps<BITS, TOKENS> * kLanes;
+    constexpr int bytes = larger(kNarrowRingBytes<BITS, TOKENS>, kSumBytes<kNarrowWarps<BITS, TOKENS>, 8 * TOKENS, kTile>);
     return a.group % kTile ? launch<gemm_narrow<T, BITS, TOKENS, true>>(grid, threads, bytes, stream, a)
                            : launch<gemm_narrow<T, BITS, TOKENS, false>>(grid, threads, bytes, stream, a);
 }

@@ -17,17 +17,17 @@
 
 #include "gemm.cuh"
 
-// Sixteen tokens need more registers than eight: fewer warps share a multiprocessor.
-template <int TOKENS> constexpr int kNarrowWarps = TOKENS == 1 ? 8 : 4;
-template <int BITS, int TOKENS> constexpr int kNarrowBlocks = TOKENS == 1 || BITS == 8 ? 2 : 3;
+// Sixteen tokens and eight bits need more registers: fewer warps share a multiprocessor, as many as fit without spills.
+template <int BITS, int TOKENS> constexpr int kNarrowWarps = TOKENS == 1 && BITS < 8 ? 8 : 4;
+template <int BITS, int TOKENS> constexpr int kNarrowBlocks = (TOKENS == 1) == (BITS == 8) ? 3 : 2;
 template <int BITS> constexpr int kNarrowStages = BITS == 8 ? 3 : 4;
-template <int BITS, int TOKENS> constexpr int kNarrowRingBytes = kNarrowStages<BITS> * BITS * kNarrowWarps<TOKENS> * kLanes * 16;
+template <int BITS, int TOKENS> constexpr int kNarrowRingBytes = kNarrowStages<BITS> * BITS * kNarrowWarps<BITS, TOKENS> * kLanes * 16;
 
 template <class T, int BITS, int TOKENS, bool FINE>
-KERNEL(kNarrowWarps<TOKENS> *kLanes, kNarrowBlocks<BITS, TOKENS>) gemm_narrow(const GemmArguments a) {
+KERNEL(kNarrowWarps<BITS, TOKENS> *kLanes, kNarrowBlocks<BITS, TOKENS>) gemm_narrow(const GemmArguments a) {
     // Subnormal operands save an instruction each. If some GPU is slow at them, kBiased = true is the way out.
     using Operands = Fragments<T, BITS, false>;
-    constexpr int kWarps = kNarrowWarps<TOKENS>, kThreads = kWarps * kLanes, kStages = kNarrowStages<BITS>;
+    constexpr int kWarps = kNarrowWarps<BITS, TOKENS>, kThreads = kWarps * kLanes, kStages = kNarrowStages<BITS>;
     DYNAMIC_SHARED(uint4, ring);
     const int thread = threadIdx.x, lane = thread % kLanes, warp = thread / kLanes, c = lane / 4, t = lane % 4;
     const int tile = blockIdx.z, token0 = int(blockIdx.x) * 8 * TOKENS;
@@ -96,6 +96,7 @@ KERNEL(kNarrowWarps<TOKENS> *kLanes, kNarrowBlocks<BITS, TOKENS>) gemm_narrow(co
                 x[j][m] = k < a.k ? load_constant(reinterpret_cast<const uint2 *>(rows[m] + k)) : uint2{0, 0};
             }
         copy_wait<kStages - 2>();
+        copy_next(); // into the stage of the unit before this one
         uint32_t word[4 * BITS];
 #pragma unroll
         for (int v = 0; v < BITS; v++) {
@@ -103,7 +104,6 @@ KERNEL(kNarrowWarps<TOKENS> *kLanes, kNarrowBlocks<BITS, TOKENS>) gemm_narrow(co
             word[4 * v] = vector.x, word[4 * v + 1] = vector.y, word[4 * v + 2] = vector.z, word[4 * v + 3] = vector.w;
         }
         stage = stage + 1 == kStages ? 0 : stage + 1;
-        copy_next();
 #pragma unroll
         for (int j = 0; j < kSteps; j++) {
             uint32_t w[4][4];
