@@ -2,22 +2,23 @@
 //
 // A layer has N outputs, K inputs and G = ceil(K / group) groups of `group` neighbouring inputs. Its weight is
 //
-//     W[n, k] = (code[k, n] - zero[k / group, n]) * scale[k / group, n]        y[m, n] = bias[n] + sum_k x[m, k] W[n, k]
+//     W[n, k] = (code[k, n] - zero[k / group, n]) * scale[k / group, n]
+//     y[m, n] = bias[n] + sum_k x[m, k] W[n, k]
 //
-// The checkpoint's tensors are repacked once (gptqkit_repack_*); gptqkit_gemm and gptqkit_dequantize read only that form.
+// The checkpoint's tensors are repacked once (gptqkit_repack_*); gptqkit_gemm and gptqkit_dequantize read that form.
 //
 // Repacked form. Columns go in tiles of 64, inputs in steps of 16, four of which make one unit of 64 x 64 codes.
 //     weight  uint32 [ceil(N/64)][ceil(K/64)][bits][32][4]     what each lane of a warp reads, see layout.cuh
 //     scale   dtype  [G][ceil(N/64) * 64]                      column 16i + 8h + c of a tile is at 8c + 2i + h
-//     zero    [G][ceil(N/64) * 64], in that order: uint8 at 2, 3 and 4 bits, uint16 at 8 bits, so that every zero from 0
-//             to 2^bits is exact
+//     zero    [G][ceil(N/64) * 64], in the same order          uint8 at 2, 3 and 4 bits, uint16 at 8 bits, so that
+//                                                              every zero from 0 to 2^bits is exact
 // Padded codes, scales and zeros are 0.
 //
 // Every function that returns int returns 0 or an error code, whose text gptqkit_error gives: negative codes are ours,
-// positive ones are cudaError_t. All tensors are device pointers and row-major; `stream` is a cudaStream_t of the current
-// device; nothing synchronizes, allocates or reads the host's memory, so all calls can be captured in a graph. `dtype`
-// is 0 for float16, 1 for bfloat16; x, scale, bias, y and dense have it. n, k and m may be any size for which the tensors
-// fit the device: products of them are 64-bit.
+// positive ones are cudaError_t. All tensors are device pointers and row-major; `stream` is a cudaStream_t of the
+// current device; nothing synchronizes, allocates or reads the host's memory, so all calls can be captured in a graph.
+// `dtype` is 0 for float16, 1 for bfloat16; x, scale, bias, y and dense have it. n, k and m may be any size for which
+// the tensors fit the device: products of them are 64-bit.
 #pragma once
 #include <stdint.h>
 
@@ -27,13 +28,13 @@
 
 enum gptqkit_code {
     GPTQKIT_OK = 0,
-    GPTQKIT_BAD_BITS = -1,       // bits is none of 2, 3, 4, 8
-    GPTQKIT_BAD_DTYPE = -2,      // dtype is neither 0 nor 1
-    GPTQKIT_BAD_SHAPE = -3,      // a negative size, k no multiple of 32, codes that fill no whole words, n or k above 2^22 - 64
-    GPTQKIT_BAD_GROUP = -4,      // see each function
-    GPTQKIT_BAD_SPLIT = -5,      // split outside 1 ... 64, or above 1 without workspace and tickets
-    GPTQKIT_BAD_ALIGNMENT = -6,  // see each function
-        GPTQKIT_FAULT = -7,          // emulator only: the kernel broke a rule of the hardware; the text says which
+    GPTQKIT_BAD_BITS = -1,      // bits is none of 2, 3, 4, 8
+    GPTQKIT_BAD_DTYPE = -2,     // dtype is neither 0 nor 1
+    GPTQKIT_BAD_SHAPE = -3,     // a negative size, k no multiple of 32, codes in no whole words, n or k above 2^22 - 64
+    GPTQKIT_BAD_GROUP = -4,     // see each function
+    GPTQKIT_BAD_SPLIT = -5,     // split outside 1 ... 64, or above 1 without workspace and tickets
+    GPTQKIT_BAD_ALIGNMENT = -6, // see each function
+    GPTQKIT_FAULT = -7,         // emulator only: the kernel broke a rule of the hardware; the text says which
 };
 
 // The number of this interface: 1. A library with another number must not be called otherwise.
@@ -46,15 +47,17 @@ GPTQKIT_API const char *gptqkit_error(int code);
 // was built with. It runs where driver / 1000 >= built / 1000. The emulator gives 0 and 0.
 GPTQKIT_API int gptqkit_versions(int *driver, int *built);
 
-// Codes as GPTQ packs them -> `weight`. Packed input p takes source row rows[p] (every one once), or p where rows is NULL:
-// act-order layers sort their inputs by group here and gather x in the same order. `weight` is 16-byte aligned.
-GPTQKIT_API int gptqkit_repack_weight(int bits, const int32_t *qweight /*[K*bits/32, N]*/, const int32_t *rows /*[K] or NULL*/,
-                                      uint32_t *weight, int n, int k, void *stream);
+// Codes as GPTQ packs them -> `weight`. Packed input p takes source row rows[p] (every one once), or p where rows is
+// NULL: act-order layers sort their inputs by group here and gather x in the same order. `weight` is 16-byte aligned.
+GPTQKIT_API int gptqkit_repack_weight(int bits, const int32_t *qweight /*[K*bits/32, N]*/,
+                                      const int32_t *rows /*[K] or NULL*/, uint32_t *weight, int n, int k,
+                                      void *stream);
 
-// Scales and packed zeros -> `scale` and `zero`. A zero is its stored code + zero_offset: 1 in GPTQ v1, 0 in v2. N * bits
-// must fill whole words. scale and zero are 16-byte aligned.
-GPTQKIT_API int gptqkit_repack_grid(int bits, int dtype, const void *scales /*[G, N]*/, const int32_t *qzeros /*[G, N*bits/32]*/,
-                                    int zero_offset, void *scale, void *zero, int n, int groups, void *stream);
+// Scales and packed zeros -> `scale` and `zero`. A zero is its stored code + zero_offset: 1 in GPTQ v1, 0 in v2. A
+// row of zeros must fill whole words. scale and zero are 16-byte aligned.
+GPTQKIT_API int gptqkit_repack_grid(int bits, int dtype, const void *scales /*[G, N]*/,
+                                    const int32_t *qzeros /*[G, N*bits/32]*/, int zero_offset, void *scale, void *zero,
+                                    int n, int groups, void *stream);
 
 // What gptqkit_gemm needs for these sizes, at any bits and dtype: float32 elements of `workspace` (contents free) and
 // int32 elements of `tickets` (0 before the first call, 0 after every call, so calls of one stream may share them).
@@ -71,5 +74,5 @@ GPTQKIT_API int gptqkit_gemm(int bits, int dtype, const void *x, int64_t ldx, co
 
 // Rows first ... first + count - 1 of W as dense [count, K], inputs in packed order: exact in float32, rounded once.
 // group is a multiple of 4, or at least k. dense is 8-byte aligned.
-GPTQKIT_API int gptqkit_dequantize(int bits, int dtype, const uint32_t *weight, const void *scale, const void *zero, void *dense,
-                                   int first, int count, int n, int k, int group, void *stream);
+GPTQKIT_API int gptqkit_dequantize(int bits, int dtype, const uint32_t *weight, const void *scale, const void *zero,
+                                   void *dense, int first, int count, int n, int k, int group, void *stream);

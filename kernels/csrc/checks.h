@@ -5,7 +5,8 @@
 
 #include "api.h"
 
-constexpr int kLargest = (1 << 22) - 64; // of n and k: a grid's last axis has 65,535 tiles, and sizes leave room for sums
+// Of n and k: a grid's last axis has 65,535 tiles, and sums of sizes fit an int.
+constexpr int kLargest = (1 << 22) - 64;
 
 inline int tiles(int size) { return (size + 63) / 64; }
 

@@ -3,8 +3,8 @@
 // Layouts: layout.cuh; dense is [count, K]. One warp per unit of 64 columns x 64 inputs, four to a block; a lane's four
 // neighbouring inputs leave as one 8-byte store, those of four lanes fill a 32-byte sector.
 // Preconditions, checked below: K a multiple of 32; group a multiple of 4 or at least K; dense 8-byte aligned.
-// Bound by writing: 2 bytes per weight. A code less a zero has at most 9 bits and a scale 11, so float32 holds the product
-// exactly and the only rounding is the one to the dtype.
+// Bound by writing: 2 bytes per weight. A code less a zero has at most 9 bits and a scale 11, so float32 holds the
+// product exactly and the only rounding is the one to the dtype.
 #include "api.h"
 #include "checks.h"
 #include "layout.cuh"
@@ -72,17 +72,26 @@ template <class T> int start(int bits, const DequantizeArguments &a, void *strea
 
 } // namespace
 
-GPTQKIT_API int gptqkit_dequantize(int bits, int dtype, const uint32_t *weight, const void *scale, const void *zero, void *dense,
-                                   int first, int count, int n, int k, int group, void *stream) {
+GPTQKIT_API int gptqkit_dequantize(int bits, int dtype, const uint32_t *weight, const void *scale, const void *zero,
+                                   void *dense, int first, int count, int n, int k, int group, void *stream) {
     if (int error = check_shape(bits, n, k)) return error;
     if (int error = check_dtype(dtype)) return error;
     if (first < 0 || count < 0 || int64_t(first) + count > n) return GPTQKIT_BAD_SHAPE;
     if (group < 1 || (group < k && group % 4)) return GPTQKIT_BAD_GROUP;
-    if (misaligned(weight, 16) || misaligned(scale, 16) || misaligned(zero, 16) || misaligned(dense, 8)) return GPTQKIT_BAD_ALIGNMENT;
+    if (misaligned(weight, 16) || misaligned(scale, 16) || misaligned(zero, 16) || misaligned(dense, 8))
+        return GPTQKIT_BAD_ALIGNMENT;
     if (count == 0 || k == 0) return GPTQKIT_OK;
     const int units = tiles(k), last_tile = (first + count - 1) / 64;
-    const DequantizeArguments arguments{reinterpret_cast<const uint4 *>(weight), static_cast<const uint16_t *>(scale), zero,
-                                        static_cast<uint16_t *>(dense), first, count, k, group, units, tiles(n),
+    const DequantizeArguments arguments{reinterpret_cast<const uint4 *>(weight),
+                                        static_cast<const uint16_t *>(scale),
+                                        zero,
+                                        static_cast<uint16_t *>(dense),
+                                        first,
+                                        count,
+                                        k,
+                                        group,
+                                        units,
+                                        tiles(n),
                                         int64_t(last_tile - first / 64 + 1) * units};
     return dtype == 0 ? start<Float16>(bits, arguments, stream) : start<BFloat16>(bits, arguments, stream);
 }

@@ -1,13 +1,13 @@
 // The names of hardware.cuh for g++: one CUDA block at a time on one CPU thread.
 //
-// Every CUDA thread is a fiber. Collectives of a warp and barriers of a block are meeting points; which of the fibers that
-// can go on does so is random, from a seed. What the hardware would silently get wrong is made visible:
+// Every CUDA thread is a fiber. Collectives of a warp and barriers of a block are meeting points; which of the fibers
+// that can go on does so is random, from a seed. What the hardware would silently get wrong is made visible:
 //   - shared memory starts as NaN; the target of an asynchronous copy is NaN from its issue to the matching wait;
-//   - lanes of one warp that meet in different collectives, threads that wait for others that are gone, misaligned copies
-//     and copies under way at the end of a kernel are faults: the launch stops and returns GPTQKIT_FAULT;
+//   - lanes of one warp that meet in different collectives, threads that wait for others that are gone, misaligned
+//     copies and copies under way at the end of a kernel are faults: the launch stops and returns GPTQKIT_FAULT;
 //   - behind dynamic shared memory lies a guard zone: reading it gives NaN, writing it is a fault.
-// Not seen: races between blocks (they run one after another), speed, bank conflicts, rounding inside tensor cores (sums
-// are float64 here, rounded once per instruction).
+// Not seen: races between blocks (they run one after another), speed, bank conflicts, rounding inside tensor cores
+// (sums are float64 here, rounded once per instruction).
 #pragma once
 
 #include <ucontext.h>
@@ -33,8 +33,12 @@ struct dim3 {
     unsigned x, y, z;
     dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
-struct alignas(8) uint2 { uint32_t x, y; };
-struct alignas(16) uint4 { uint32_t x, y, z, w; };
+struct alignas(8) uint2 {
+    uint32_t x, y;
+};
+struct alignas(16) uint4 {
+    uint32_t x, y, z, w;
+};
 
 struct Float16 {};
 struct BFloat16 {};
@@ -218,7 +222,9 @@ inline uint32_t and_or(uint32_t word, uint32_t mask, uint32_t bits) { return (wo
 template <class T> uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t result = 0;
     for (int half = 0; half < 32; half += 16)
-        result |= uint32_t(from_float<T>(std::fma(to_float<T>(a >> half), to_float<T>(b >> half), to_float<T>(c >> half)))) << half;
+        result |=
+            uint32_t(from_float<T>(std::fma(to_float<T>(a >> half), to_float<T>(b >> half), to_float<T>(c >> half))))
+            << half;
     return result;
 }
 
@@ -229,7 +235,8 @@ template <class V> V load_constant(const V *source) {
 inline float load_shared_by_blocks(const float *source) { return *source; }
 
 inline void copy_async(void *target, const void *source, bool valid = true) {
-    if (reinterpret_cast<uintptr_t>(target) % 16 || reinterpret_cast<uintptr_t>(source) % 16) emulator::fault("a misaligned copy");
+    if (reinterpret_cast<uintptr_t>(target) % 16 || reinterpret_cast<uintptr_t>(source) % 16)
+        emulator::fault("a misaligned copy");
     memset(target, 0xff, 16);
     emulator::machine.current->open.push_back({target, valid ? source : nullptr});
 }
@@ -258,7 +265,8 @@ template <class T> void multiply_add(float (&d)[4], const uint32_t (&a)[4], cons
         for (int lane = 0; lane < 32; lane++)
             for (int half = 0; half < 2; half++) {
                 const int c = lane / 4, element = 2 * (lane % 4) + half;
-                for (int r = 0; r < 4; r++) left[c + 8 * (r & 1)][element + 8 * (r >> 1)] = to_float<T>(warp.a[lane][r] >> 16 * half);
+                for (int r = 0; r < 4; r++)
+                    left[c + 8 * (r & 1)][element + 8 * (r >> 1)] = to_float<T>(warp.a[lane][r] >> 16 * half);
                 for (int r = 0; r < 2; r++) right[c][element + 8 * r] = to_float<T>(warp.b[lane][r] >> 16 * half);
             }
         for (int lane = 0; lane < 32; lane++)

@@ -34,7 +34,8 @@ template <int BITS, bool kBiased> struct Fragments<Float16, BITS, kBiased> {
             a[3][0] = and_or(word[0] >> 6, mask << 6, exponent);
             a[3][2] = and_or(word[1] >> 6, mask << 6, exponent);
             a[3][1] = and_or(word[2] >> 6, mask << 6, exponent);
-            a[3][3] = and_or(word[0] >> 9, 0x00400040, and_or(word[1] >> 8, 0x00800080, and_or(word[2] >> 7, 0x01000100, exponent)));
+            a[3][3] = and_or(word[0] >> 9, 0x00400040,
+                             and_or(word[1] >> 8, 0x00800080, and_or(word[2] >> 7, 0x01000100, exponent)));
         }
 #pragma unroll
         for (int i = 0; i < (BITS == 3 ? 3 : 4); i++) {
@@ -65,7 +66,8 @@ template <int BITS, bool kBiased> struct Fragments<BFloat16, BITS, kBiased> {
             a[3][0] = and_or(word[0] >> 12, mask, exponent);
             a[3][2] = and_or(word[1] >> 12, mask, exponent);
             a[3][1] = and_or(word[2] >> 12, mask, exponent);
-            a[3][3] = and_or(word[0] >> 15, 0x00010001, and_or(word[1] >> 14, 0x00020002, and_or(word[2] >> 13, 0x00040004, exponent)));
+            a[3][3] = and_or(word[0] >> 15, 0x00010001,
+                             and_or(word[1] >> 14, 0x00020002, and_or(word[2] >> 13, 0x00040004, exponent)));
         }
 #pragma unroll
         for (int i = 0; i < (BITS == 3 ? 3 : 4); i++)
@@ -73,7 +75,8 @@ template <int BITS, bool kBiased> struct Fragments<BFloat16, BITS, kBiased> {
             for (int r = 0; r < 4; r++) {
                 // Where layout.cuh puts the pair, less where its place wants it.
                 const int bit = BITS == 2 ? 4 * (i & 1) + 2 * (r & 1) + 8 * (r >> 1) : BITS * r;
-                a[i][r] = and_or(word[BITS == 2 ? i / 2 : i] >> (bit - place(i, r & 1)), mask << place(i, r & 1), exponent);
+                a[i][r] =
+                    and_or(word[BITS == 2 ? i / 2 : i] >> (bit - place(i, r & 1)), mask << place(i, r & 1), exponent);
             }
     }
 };

@@ -1,5 +1,5 @@
-// gptqkit_gemm: checks, and the choice of kernel by the number of tokens. The kernels' contracts are in gemm_narrow.cuh (up
-// to 16 tokens) and gemm_wide.cuh (more).
+// gptqkit_gemm: checks, and the choice of kernel by the number of tokens. The kernels' contracts are in gemm_narrow.cuh
+// (up to 16 tokens) and gemm_wide.cuh (more).
 #include "api.h"
 #include "checks.h"
 #include "gemm_narrow.cuh"
@@ -23,20 +23,26 @@ Tile tile_for(int m) {
 
 dim3 grid_for(int m, int n, int split) {
     const Tile tile = tile_for(m);
-    return dim3(unsigned((int64_t(m) + tile.tokens - 1) / tile.tokens), unsigned(split), unsigned((n + tile.columns - 1) / tile.columns));
+    return dim3(unsigned((int64_t(m) + tile.tokens - 1) / tile.tokens), unsigned(split),
+                unsigned((n + tile.columns - 1) / tile.columns));
 }
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 
+constexpr int kSharedLimit = 99 * 1024; // what the least of the architectures lets one block have
+
 template <class T, int BITS, int TOKENS> int start_narrow(const GemmArguments &a, dim3 grid, void *stream) {
     constexpr int threads = kNarrowWarps<BITS, TOKENS> * kLanes;
-    constexpr int bytes = larger(kNarrowRingBytes<BITS, TOKENS>, kSumBytes<kNarrowWarps<BITS, TOKENS>, 8 * TOKENS, kTile>);
+    constexpr int bytes =
+        larger(kNarrowRingBytes<BITS, TOKENS>, kSumBytes<kNarrowWarps<BITS, TOKENS>, 8 * TOKENS, kTile>);
+    static_assert(bytes <= kSharedLimit);
     return a.group % kTile ? launch<gemm_narrow<T, BITS, TOKENS, true>>(grid, threads, bytes, stream, a)
                            : launch<gemm_narrow<T, BITS, TOKENS, false>>(grid, threads, bytes, stream, a);
 }
 
 template <class T, int BITS, int TOKENS> int start_wide(const GemmArguments &a, dim3 grid, void *stream) {
     constexpr int bytes = larger(kWideRingBytes<BITS, TOKENS>, kSumBytes<1, 8 * TOKENS, kWideColumns>);
+    static_assert(bytes <= kSharedLimit);
     return launch<gemm_wide<T, BITS, TOKENS>>(grid, kWideWarps * kLanes, bytes, stream, a);
 }
 
@@ -72,19 +78,32 @@ GPTQKIT_API int gptqkit_workspace(int m, int n, int k, int split, int64_t *float
 }
 
 GPTQKIT_API int gptqkit_gemm(int bits, int dtype, const void *x, int64_t ldx, const uint32_t *weight, const void *scale,
-                             const void *zero, const void *bias, void *y, float *workspace, int32_t *tickets, int m, int n, int k,
-                             int group, int split, void *stream) {
+                             const void *zero, const void *bias, void *y, float *workspace, int32_t *tickets, int m,
+                             int n, int k, int group, int split, void *stream) {
     if (int error = check_shape(bits, n, k)) return error;
     if (int error = check_dtype(dtype)) return error;
     if (m < 0 || k == 0) return GPTQKIT_BAD_SHAPE;
     if (group < 1 || (group < k && group % kStep)) return GPTQKIT_BAD_GROUP;
     if (split < 1 || split > kMaxSplit || (split > 1 && (!workspace || !tickets))) return GPTQKIT_BAD_SPLIT;
-    if (misaligned(x, 16) || (m > 1 && ldx % 8) || misaligned(weight, 16) || misaligned(scale, 16) || misaligned(zero, 16))
+    if (misaligned(x, 16) || (m > 1 && ldx % 8) || misaligned(weight, 16) || misaligned(scale, 16) ||
+        misaligned(zero, 16))
         return GPTQKIT_BAD_ALIGNMENT;
     if (m == 0 || n == 0) return GPTQKIT_OK;
-    GemmArguments arguments{static_cast<const uint16_t *>(x), ldx, reinterpret_cast<const uint4 *>(weight),
-                            static_cast<const uint16_t *>(scale), zero, static_cast<const uint16_t *>(bias),
-                            static_cast<uint16_t *>(y), workspace, tickets, m, n, k, group, tiles(k), tiles(n)};
+    GemmArguments arguments{static_cast<const uint16_t *>(x),
+                            ldx,
+                            reinterpret_cast<const uint4 *>(weight),
+                            static_cast<const uint16_t *>(scale),
+                            zero,
+                            static_cast<const uint16_t *>(bias),
+                            static_cast<uint16_t *>(y),
+                            workspace,
+                            tickets,
+                            m,
+                            n,
+                            k,
+                            group,
+                            tiles(k),
+                            tiles(n)};
     if (group >= k) arguments.group = arguments.units * kTile; // whole units: no groups to close within one
     const dim3 grid = grid_for(m, n, split);
     return dtype == 0 ? start<Float16>(bits, arguments, grid, stream) : start<BFloat16>(bits, arguments, grid, stream);

@@ -46,16 +46,17 @@ template <int BITS> DEVICE GridWords<BITS> load_grid(const GemmArguments &a, int
     return words;
 }
 
-// Where element (token, column) of part `part` of a block's sums lies in shared memory. Rows are four floats longer than
-// they need to be: then the eight columns and four tokens that a warp writes at once fall into 32 different banks.
+// Where element (token, column) of part `part` of a block's sums lies in shared memory. Rows are four floats longer
+// than they need to be: then the eight columns and four tokens that a warp writes at once fall into 32 different banks.
 template <int TOKENS, int COLUMNS> DEVICE int sum_place(int part, int token, int column) {
     return (part * TOKENS + token) * (COLUMNS + 4) + column;
 }
-template <int PARTS, int TOKENS, int COLUMNS> constexpr int kSumBytes = PARTS * TOKENS * (COLUMNS + 4) * int(sizeof(float));
+template <int PARTS, int TOKENS, int COLUMNS> constexpr int kSumBytes =
+    PARTS * TOKENS * (COLUMNS + 4) * int(sizeof(float));
 
-// Adds the block's PARTS partial tiles, then the tiles of all blocks (blockIdx.y) that share the tile of y, and stores it.
-// Whichever block arrives last adds all of them in their order, so the result does not depend on who that is. All threads
-// of the block must call this, with `sums` written and visible.
+// Adds the block's PARTS partial tiles, then the tiles of all blocks (blockIdx.y) that share the tile of y, and stores
+// it. Whichever block arrives last adds all of them in their order, so the result does not depend on who that is. All
+// threads of the block must call this, with `sums` written and visible.
 template <class T, int PARTS, int TOKENS, int COLUMNS, int THREADS>
 DEVICE void store_tile(const float *sums, const GemmArguments &a) {
     SHARED bool last;
@@ -73,8 +74,10 @@ DEVICE void store_tile(const float *sums, const GemmArguments &a) {
         const int token = element / COLUMNS, column = element % COLUMNS;
         float sum = sums[sum_place<TOKENS, COLUMNS>(0, token, column)];
         for (int part = 1; part < PARTS; part++) sum += sums[sum_place<TOKENS, COLUMNS>(part, token, column)];
-        if (blocks == 1) store(token, column, sum);
-        else a.workspace[plane * blockIdx.y + mine + element] = sum;
+        if (blocks == 1)
+            store(token, column, sum);
+        else
+            a.workspace[plane * blockIdx.y + mine + element] = sum;
     }
     if (blocks == 1) return;
     device_fence();
@@ -88,7 +91,8 @@ DEVICE void store_tile(const float *sums, const GemmArguments &a) {
     device_fence();
     for (int element = thread; element < TOKENS * COLUMNS; element += THREADS) {
         float sum = 0;
-        for (int block = 0; block < blocks; block++) sum += load_shared_by_blocks(a.workspace + plane * block + mine + element);
+        for (int block = 0; block < blocks; block++)
+            sum += load_shared_by_blocks(a.workspace + plane * block + mine + element);
         store(element / COLUMNS, element % COLUMNS, sum);
     }
 }

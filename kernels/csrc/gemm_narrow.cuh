@@ -2,17 +2,19 @@
 //
 // Formula. Within a group every product shares scale and zero, so they are applied once per group, to float32 sums:
 //     y += scale * (sum_k code_k x_k - zero * sum_k x_k)
-//     The operands are base + code * 2^place in `unit`s (fragments.cuh); sum_k x_k comes from the same tensor cores with
-//     an operand of ones, so asymmetric grids cost what symmetric ones cost and no product zero * scale is ever rounded.
+//     The operands are base + code * 2^place in `unit`s (fragments.cuh); sum_k x_k comes from the same tensor cores
+//     with an operand of ones, so asymmetric grids cost what symmetric ones cost and no product zero * scale is ever
+//     rounded.
 // Operands. W is the 16-row operand of the tensor cores and x the 8-column one: one token wastes 7/8 of idle cores
 //     instead of 15/16. Layouts: layout.cuh; x [M, K] rows ldx apart; y [M, N].
-// Grid (token tiles of 8 * TOKENS, split, column tiles of 64), block of 8 or 4 warps. The units of a column tile are dealt
-//     to the warps of its blocks in contiguous runs. Each thread copies its own vectors of the weight into a ring in shared memory and
-//     reads back only its own: the loop has no barrier. Token tiles are the fastest index: they share the weight in L2.
-// Preconditions, checked by gptqkit_gemm: M >= 1, K a multiple of 32, x 16-byte aligned with ldx a multiple of 8; `group`
-//     a multiple of 16, of 64 unless FINE; tickets 0.
-// Numerics: products of 16-bit operands are exact in the float32 sums; the sums of a group, the scaled sums, the parts of
-//     warps and of blocks are float32, each in a fixed order; y is rounded once.
+// Grid (token tiles of 8 * TOKENS, split, column tiles of 64), block of 8 or 4 warps. The units of a column tile are
+//     dealt to the warps of its blocks in contiguous runs. Each thread copies its own vectors of the weight into a
+//     ring in shared memory and reads back only its own: the loop has no barrier. Token tiles are the fastest index:
+//     they share the weight in L2.
+// Preconditions, checked by gptqkit_gemm: M >= 1, K a multiple of 32, x 16-byte aligned with ldx a multiple of 8;
+//     `group` a multiple of 16, of 64 unless FINE; tickets 0.
+// Numerics: products of 16-bit operands are exact in the float32 sums; the sums of a group, the scaled sums, the parts
+//     of warps and of blocks are float32, each in a fixed order; y is rounded once.
 #pragma once
 
 #include "gemm.cuh"
@@ -21,10 +23,12 @@
 template <int BITS, int TOKENS> constexpr int kNarrowWarps = TOKENS == 1 && BITS < 8 ? 8 : 4;
 template <int BITS, int TOKENS> constexpr int kNarrowBlocks = (TOKENS == 1) == (BITS == 8) ? 3 : 2;
 template <int BITS> constexpr int kNarrowStages = BITS == 8 ? 3 : 4;
-template <int BITS, int TOKENS> constexpr int kNarrowRingBytes = kNarrowStages<BITS> * BITS * kNarrowWarps<BITS, TOKENS> * kLanes * 16;
+template <int BITS, int TOKENS> constexpr int kNarrowRingBytes =
+    kNarrowStages<BITS> * BITS * kNarrowWarps<BITS, TOKENS> * kLanes * 16;
 
 template <class T, int BITS, int TOKENS, bool FINE>
-KERNEL(kNarrowWarps<BITS, TOKENS> *kLanes, kNarrowBlocks<BITS, TOKENS>) gemm_narrow(const GemmArguments a) {
+KERNEL(kNarrowWarps<BITS, TOKENS> *kLanes, kNarrowBlocks<BITS, TOKENS>)
+gemm_narrow(const GemmArguments a) {
     // Subnormal operands save an instruction each. If some GPU is slow at them, kBiased = true is the way out.
     using Operands = Fragments<T, BITS, false>;
     constexpr int kWarps = kNarrowWarps<BITS, TOKENS>, kThreads = kWarps * kLanes, kStages = kNarrowStages<BITS>;
@@ -40,7 +44,8 @@ KERNEL(kNarrowWarps<BITS, TOKENS> *kLanes, kNarrowBlocks<BITS, TOKENS>) gemm_nar
     auto copy_next = [&] {
         if (unit_to_copy < end) {
 #pragma unroll
-            for (int v = 0; v < BITS; v++) copy_async(slots + (stage_to_copy * BITS + v) * kThreads, source + v * kLanes);
+            for (int v = 0; v < BITS; v++)
+                copy_async(slots + (stage_to_copy * BITS + v) * kThreads, source + v * kLanes);
             source += BITS * kLanes;
         }
         copy_commit(); // an empty group at the end keeps the count of groups
@@ -69,7 +74,8 @@ KERNEL(kNarrowWarps<BITS, TOKENS> *kLanes, kNarrowBlocks<BITS, TOKENS>) gemm_nar
             for (int h = 0; h < 2; h++) {
                 constexpr float base = Operands::base, unit = Operands::unit;
                 const float up = float(1 << Operands::place(i, h));
-                const float scale = grid.template scale_at<T>(i, h) * (1 / (unit * up)), zero = grid.zero_at(i, h) * (unit * up) + base;
+                const float scale = grid.template scale_at<T>(i, h) * (1 / (unit * up));
+                const float zero = grid.zero_at(i, h) * (unit * up) + base;
 #pragma unroll
                 for (int m = 0; m < TOKENS; m++)
 #pragma unroll
@@ -130,7 +136,8 @@ KERNEL(kNarrowWarps<BITS, TOKENS> *kLanes, kNarrowBlocks<BITS, TOKENS>) gemm_nar
         for (int m = 0; m < TOKENS; m++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                sums[sum_place<8 * TOKENS, kTile>(warp, 8 * m + 2 * t + (e & 1), 16 * i + 8 * (e >> 1) + c)] = total[i][m][e];
+                sums[sum_place<8 * TOKENS, kTile>(warp, 8 * m + 2 * t + (e & 1), 16 * i + 8 * (e >> 1) + c)] =
+                    total[i][m][e];
     block_barrier();
     store_tile<T, kWarps, 8 * TOKENS, kTile, kThreads>(sums, a);
 }

@@ -1,8 +1,8 @@
 // Everything the kernels need from the GPU, as thin named functions. emulator.h has the same names for g++, so that the
 // kernels themselves are ordinary C++ and run on a machine without a GPU.
 //
-// 16-bit floats travel as raw bits (uint16_t, or two in a uint32_t with the first in the low half); the tags Float16 and
-// BFloat16 say how to read them.
+// 16-bit floats travel as raw bits (uint16_t, or two in a uint32_t with the first in the low half); the tags Float16
+// and BFloat16 say how to read them.
 #pragma once
 
 #ifdef GPTQKIT_EMULATOR
@@ -17,7 +17,8 @@
 // The head of a kernel: threads per block, blocks that must fit on one multiprocessor.
 #define KERNEL(...) __global__ void __launch_bounds__(__VA_ARGS__)
 #define SHARED __shared__
-#define DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
+#define DYNAMIC_SHARED(type, name)                                                                                     \
+    extern __shared__ __align__(16) unsigned char dynamic_shared[];                                                    \
     type *const name = reinterpret_cast<type *>(dynamic_shared)
 
 struct Float16 {};
@@ -78,7 +79,8 @@ DEVICE float load_shared_by_blocks(const float *source) { return __ldcg(source);
 // source is not read. They bypass the first cache: what streams through is read once.
 DEVICE void copy_async(void *target, const void *source, bool valid = true) {
     const uint32_t address = uint32_t(__cvta_generic_to_shared(target));
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(source), "r"(valid ? 16 : 0)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(source),
+                 "r"(valid ? 16 : 0)
                  : "memory");
 }
 // Closes the thread's group of copies; groups arrive in order.
@@ -88,7 +90,8 @@ template <int PENDING> DEVICE void copy_wait() { asm volatile("cp.async.wait_gro
 
 // ---- tensor cores ----
 
-// d += a b for a 16 x 16 tile `a` (rows: columns of W), a 16 x 8 tile `b` (columns: tokens), float32 sums. Lane 4c + t has
+// d += a b for a 16 x 16 tile `a` (rows: columns of W), a 16 x 8 tile `b` (columns: tokens), float32 sums. Lane 4c + t
+// has
 //   a[r]: row c + 8(r & 1), elements 2t + 8(r >> 1) and the next        b[r]: elements 2t + 8r and the next of column c
 //   d[e]: row c + 8(e >> 1), column 2t + (e & 1)
 template <class T> DEVICE void multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);

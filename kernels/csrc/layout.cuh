@@ -4,9 +4,9 @@
 //
 //     weight  uint32 [column tile][unit][bits][32 lanes][4]     so lane l has 4 * bits words, `bits` for each step
 //
-// In step j lane 4c + t holds, for i and r from 0 to 3, the pair (i, r): the codes of inputs 16j + 4t + 2(r >> 1) and the
-// next one in column 16i + 8(r & 1) + c of the tile. A pair's codes lie 16 bits apart, where the tensor cores want two
-// 16-bit floats; (i, r) is operand register r of the 16-column tile i. (The hardware numbers a register's elements
+// In step j lane 4c + t holds, for i and r from 0 to 3, the pair (i, r): the codes of inputs 16j + 4t + 2(r >> 1) and
+// the next one in column 16i + 8(r & 1) + c of the tile. A pair's codes lie 16 bits apart, where the tensor cores want
+// two 16-bit floats; (i, r) is operand register r of the 16-column tile i. (The hardware numbers a register's elements
 // otherwise than inputs are numbered here; activations are read in the same order, so the sum is the same, and a lane's
 // four inputs are neighbours: one 8-byte load per token.)
 //
@@ -23,8 +23,8 @@
 
 #include "hardware.cuh"
 
-constexpr int kTile = 64;  // columns of a tile, inputs of a unit
-constexpr int kStep = 16;  // inputs of a step
+constexpr int kTile = 64; // columns of a tile, inputs of a unit
+constexpr int kStep = 16; // inputs of a step
 constexpr int kSteps = kTile / kStep;
 constexpr int kLanes = 32;
 
@@ -32,8 +32,12 @@ constexpr int kLanes = 32;
 DEVICE int grid_place(int column) { return 8 * (column % 8) + 2 * (column / 16) + column / 8 % 2; }
 
 // One unsigned zero: 0 ... 2^bits.
-template <int BITS> struct ZeroOf { using Type = uint8_t; };
-template <> struct ZeroOf<8> { using Type = uint16_t; };
+template <int BITS> struct ZeroOf {
+    using Type = uint8_t;
+};
+template <> struct ZeroOf<8> {
+    using Type = uint16_t;
+};
 template <int BITS> using Zero = typename ZeroOf<BITS>::Type;
 
 // The words of one step from its pairs, each code in the low bits of its half.
@@ -42,7 +46,7 @@ template <int BITS> DEVICE void pack_step(const uint32_t (&pair)[4][4], uint32_t
         for (int half = 0; half < 2; half++) {
             word[half] = 0;
             for (int i = 0; i < 2; i++) {
-                const uint32_t(&p)[4] = pair[2 * half + i];
+                const uint32_t (&p)[4] = pair[2 * half + i];
                 word[half] |= (p[0] | p[1] << 2 | p[2] << 8 | p[3] << 10) << 4 * i;
             }
         }
@@ -67,10 +71,14 @@ template <int BITS> DEVICE void unpack_step(const uint32_t *word, uint32_t (&pai
 #pragma unroll
         for (int r = 0; r < 4; r++) {
             if constexpr (BITS == 2) pair[i][r] = word[i / 2] >> (4 * (i & 1) + 2 * (r & 1) + 8 * (r >> 1)) & mask;
-            if constexpr (BITS == 3 ) {
-                if (i < 3) pair[i][r] = word[i] >> 3 * r & mask;
-                else if (r < 3) pair[i][r] = word[r == 0 ? 0 : 3 - r] >> 12 & mask;
-                else pair[i][r] = (word[0] >> 15 & 0x00010001) | (word[1] >> 14 & 0x00020002) | (word[2] >> 13 & 0x00040004);
+            if constexpr (BITS == 3) {
+                if (i < 3)
+                    pair[i][r] = word[i] >> 3 * r & mask;
+                else if (r < 3)
+                    pair[i][r] = word[r == 0 ? 0 : 3 - r] >> 12 & mask;
+                else
+                    pair[i][r] =
+                        (word[0] >> 15 & 0x00010001) | (word[1] >> 14 & 0x00020002) | (word[2] >> 13 & 0x00040004);
             }
             if constexpr (BITS == 4) pair[i][r] = word[i] >> 4 * r & mask;
             if constexpr (BITS == 8) pair[i][r] = word[2 * i + (r & 1)] >> 8 * (r >> 1) & mask;

@@ -1,13 +1,13 @@
 // GPTQ's packed tensors -> the repacked form of layout.cuh, once per layer.
 //
-// Weight: code (k, n) is bits k * bits ... of the little-endian bit stream down column n of qweight, int32 [K*bits/32, N].
-//   Packed input p is source row rows[p], or p. One lane of a warp makes its 4 * bits words of one unit, so a thread is
-//   (unit, lane) and gathers 128 codes; eight neighbouring columns share a 32-byte sector. Inputs and columns beyond K and
-//   N get code 0.
-// Grid: zero (g, n) is bits n * bits ... of the stream along row g of qzeros, plus zero_offset; scales only move. A thread
-//   is one (group, padded column). Columns beyond N get scale 0 and zero 0.
-// Both run once and are bound by the reads of single words; no arithmetic, so nothing is rounded. Sizes and pointers are
-// checked by the C functions below.
+// Weight: code (k, n) is bits k * bits ... of the little-endian bit stream down column n of qweight, int32 [K*bits/32,
+//   N]. Packed input p is source row rows[p], or p. One lane of a warp makes its 4 * bits words of one unit, so a
+//   thread is (unit, lane) and gathers 128 codes; eight neighbouring columns share a 32-byte sector. Inputs and
+//   columns beyond K and N get code 0.
+// Grid: zero (g, n) is bits n * bits ... of the stream along row g of qzeros, plus zero_offset; scales only move. A
+//   thread is one (group, padded column). Columns beyond N get scale 0 and zero 0.
+// Both run once and are bound by the reads of single words; no arithmetic, so nothing is rounded. Sizes and pointers
+// are checked by the C functions below.
 #include "api.h"
 #include "checks.h"
 #include "layout.cuh"
@@ -21,7 +21,8 @@ template <int BITS> DEVICE uint32_t stream_code(const int32_t *words, int64_t st
     const int64_t bit = position * BITS;
     const int shift = int(bit % 32);
     uint32_t code = uint32_t(load_constant(words + bit / 32 * stride)) >> shift;
-    if (32 % BITS && shift + BITS > 32) code |= uint32_t(load_constant(words + (bit / 32 + 1) * stride)) << (32 - shift);
+    if (32 % BITS && shift + BITS > 32)
+        code |= uint32_t(load_constant(words + (bit / 32 + 1) * stride)) << (32 - shift);
     return code & ((1u << BITS) - 1);
 }
 
@@ -56,7 +57,8 @@ template <int BITS> KERNEL(kThreads, 1) repack_weight(WeightArguments a) {
     }
     uint4 *const target = a.weight + (int64_t(tile) * a.units + unit) * BITS * kLanes + lane;
 #pragma unroll
-    for (int v = 0; v < BITS; v++) target[v * kLanes] = uint4{word[4 * v], word[4 * v + 1], word[4 * v + 2], word[4 * v + 3]};
+    for (int v = 0; v < BITS; v++)
+        target[v * kLanes] = uint4{word[4 * v], word[4 * v + 1], word[4 * v + 2], word[4 * v + 3]};
 }
 
 struct GridArguments {
@@ -82,17 +84,19 @@ template <int BITS> KERNEL(kThreads, 1) repack_grid(GridArguments a) {
 }
 
 template <int BITS> int start_weight(const WeightArguments &arguments, void *stream) {
-    return launch<repack_weight<BITS>>(dim3(unsigned((arguments.threads + kThreads - 1) / kThreads)), kThreads, 0, stream, arguments);
+    return launch<repack_weight<BITS>>(dim3(unsigned((arguments.threads + kThreads - 1) / kThreads)), kThreads, 0,
+                                       stream, arguments);
 }
 
 template <int BITS> int start_grid(const GridArguments &arguments, void *stream) {
-    return launch<repack_grid<BITS>>(dim3(unsigned((arguments.threads + kThreads - 1) / kThreads)), kThreads, 0, stream, arguments);
+    return launch<repack_grid<BITS>>(dim3(unsigned((arguments.threads + kThreads - 1) / kThreads)), kThreads, 0, stream,
+                                     arguments);
 }
 
 } // namespace
 
-GPTQKIT_API int gptqkit_repack_weight(int bits, const int32_t *qweight, const int32_t *rows, uint32_t *weight, int n, int k,
-                                      void *stream) {
+GPTQKIT_API int gptqkit_repack_weight(int bits, const int32_t *qweight, const int32_t *rows, uint32_t *weight, int n,
+                                      int k, void *stream) {
     if (int error = check_shape(bits, n, k)) return error;
     if (misaligned(weight, 16)) return GPTQKIT_BAD_ALIGNMENT;
     const int units = tiles(k);
@@ -107,8 +111,8 @@ GPTQKIT_API int gptqkit_repack_weight(int bits, const int32_t *qweight, const in
     }
 }
 
-GPTQKIT_API int gptqkit_repack_grid(int bits, int dtype, const void *scales, const int32_t *qzeros, int zero_offset, void *scale,
-                                    void *zero, int n, int groups, void *stream) {
+GPTQKIT_API int gptqkit_repack_grid(int bits, int dtype, const void *scales, const int32_t *qzeros, int zero_offset,
+                                    void *scale, void *zero, int n, int groups, void *stream) {
     if (int error = check_shape(bits, n, 0)) return error;
     if (int error = check_dtype(dtype)) return error;
     if (groups < 0 || int64_t(n) * bits % 32) return GPTQKIT_BAD_SHAPE;
@@ -116,8 +120,14 @@ GPTQKIT_API int gptqkit_repack_grid(int bits, int dtype, const void *scales, con
     const int columns = tiles(n) * kTile;
     const int64_t threads = int64_t(groups) * columns;
     if (threads == 0) return GPTQKIT_OK;
-    const GridArguments arguments{static_cast<const uint16_t *>(scales), qzeros, static_cast<uint16_t *>(scale), zero,
-                                  zero_offset, n, columns, threads};
+    const GridArguments arguments{static_cast<const uint16_t *>(scales),
+                                  qzeros,
+                                  static_cast<uint16_t *>(scale),
+                                  zero,
+                                  zero_offset,
+                                  n,
+                                  columns,
+                                  threads};
     switch (bits) {
     case 2: return start_grid<2>(arguments, stream);
     case 3: return start_grid<3>(arguments, stream);

@@ -1,5 +1,6 @@
 """The gemm kernels, run by the emulator, against float64: no worse than a dense product at the same dtype."""
 
+import mmap
 from itertools import product
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from support.kernels import BFLOAT16, FLOAT16, KernelError, Kernels, Layer, acti
 LARGEST_ERROR = 1.05
 
 SHAPES = ((64, 64), (96, 288), (160, 96), (32, 224), (96, 160))  # outputs, inputs: ragged and whole tiles
+NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which mmap has no name for before Python 3.13
 GROUPS = (16, 32, 64, 128, None)  # None: one per row
 
 
@@ -118,3 +120,18 @@ def test_misaligned_x_is_refused(kernels: Kernels) -> None:
     x = aligned((104,), np.uint16, 0)[1:97].reshape(1, 96)
     with pytest.raises(KernelError, match="-6: a tensor"):
         kernels.gemm(layer, x)
+
+
+@pytest.mark.parametrize("m", [3, 17])
+def test_rows_more_than_two_to_the_31_elements_apart(kernels: Kernels, m: int) -> None:
+    layer = Layer(kernels, bits=4, dtype=FLOAT16, n=32, k=64, group=32)
+    stride = 2**31 // (m - 1) // 8 * 8 + 8
+    x = activations(m, 64, FLOAT16)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE  # only the pages that are touched take memory
+    with mmap.mmap(-1, 2 * (stride * (m - 1) + 64), flags=flags) as memory:
+        apart = np.frombuffer(memory, np.uint16)
+        for row in range(m):
+            apart[row * stride : row * stride + 64] = x[row]
+        y = kernels.gemm(layer, apart, m=m, ldx=stride)
+        del apart
+    np.testing.assert_array_equal(y, kernels.gemm(layer, x))
