@@ -20,7 +20,7 @@ from pathlib import Path
 from ..errors import BackendError
 from . import build
 
-ABI = 1
+ABI = 2
 FILE_NAME = "libgptqkit.so"
 
 _LOG = logging.getLogger("gptqkit")

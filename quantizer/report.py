@@ -54,6 +54,8 @@ class QuantizationReport:
         seed: Seed that chose the samples.
         tokens: Calibration tokens that counted (no padding, no excluded samples).
         excluded_samples: Samples left out for non-finite activations.
+        block_weights: Weights in matrices (and fused experts) of the repeated blocks.
+        quantized_weights: Those among them that were quantized; the rest stays in floating point.
         device: Type of device that did the work.
         seconds: Time from the call until the last module was solved, loading included.
         versions: Versions of the packages that took part.
@@ -68,6 +70,8 @@ class QuantizationReport:
     seed: int
     tokens: int
     excluded_samples: int
+    block_weights: int
+    quantized_weights: int
     device: str
     seconds: float
     versions: dict[str, str]

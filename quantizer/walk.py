@@ -33,12 +33,16 @@ class WalkResult:
         reports: One per target, in the order in which they were solved.
         excluded_samples: Samples left out for non-finite activations.
         tokens: Tokens that counted at the end of the walk.
+        block_weights: Weights in the blocks' tensors of two and more dimensions.
+        quantized_weights: Those among them that were quantized.
     """
 
     weights: dict[str, QuantizedWeight]
     reports: list[ModuleReport]
     excluded_samples: int
     tokens: int
+    block_weights: int
+    quantized_weights: int
 
 
 @torch.no_grad()
@@ -84,7 +88,7 @@ def quantize_blocks(
                 walk.solve(target, layer, None)
         if head is not None:
             walk.solve(head, None, None)
-        return WalkResult(walk.weights, walk.reports, 0, 0)
+        return walk.result(blocks, excluded_samples=0, tokens=0)
 
     stream = BlockStream(model, blocks)
     batches = CalibrationBatches(windows, batch_size, device)
@@ -106,7 +110,7 @@ def quantize_blocks(
         if head is not None:
             with working_copy(head.module, device, dtype):
                 _quantize_head(walk, stream, batches, head, hidden, hidden_float)
-    return WalkResult(walk.weights, walk.reports, batches.excluded, batches.tokens)
+    return walk.result(blocks, excluded_samples=batches.excluded, tokens=batches.tokens)
 
 
 def _quantize_block(
@@ -216,6 +220,18 @@ class _Walk:
             )
         )
         return solution.weight
+
+    def result(self, blocks: nn.Module, *, excluded_samples: int, tokens: int) -> WalkResult:
+        """Everything that was decided, and how much of `blocks` it covers."""
+        shapes = [report.shape for report in self.reports if report.layer is not None]
+        return WalkResult(
+            weights=self.weights,
+            reports=self.reports,
+            excluded_samples=excluded_samples,
+            tokens=tokens,
+            block_weights=sum(tensor.numel() for tensor in blocks.parameters() if tensor.dim() >= 2),
+            quantized_weights=sum(rows * columns for rows, columns in shapes),
+        )
 
     @staticmethod
     def _solution(

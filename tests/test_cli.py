@@ -280,14 +280,6 @@ def test_json_that_cannot_be_written_leaves_the_old_file(monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_json_into_a_missing_folder_is_one_line_and_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    replace(monkeypatch, "evaluate", Recorder({"perplexity": 2.0}))
-    assert cli.main(["evaluate", "out", "--dataset", "a.txt", "--json", str(tmp_path / "no" / "scores.json")]) == 1
-    assert capsys.readouterr().err.startswith("gptqkit: error: [Errno 2]")
-
-
 def test_inspect_prints_text_or_nothing_but_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

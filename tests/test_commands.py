@@ -2,6 +2,9 @@
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,3 +107,20 @@ def test_interruption_leaves_nothing(
     assert cli.main([*options, str(tmp_path / "out"), "--method", "rtn", "--evaluate-on", str(text)]) == 130
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().err.endswith("gptqkit: interrupted\n")
+
+
+def test_a_missing_folder_for_the_scores_is_found_out_before_the_work(
+    checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"evaluate {checkpoint} --dataset {text} --json {tmp_path}/missing/scores.json"
+    assert cli.main(command.split()) == 1
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "gptqkit", "inspect", str(checkpoint), "--json"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0

@@ -1,4 +1,4 @@
-// The C interface of the kernel library, version 1. It needs the CUDA driver and neither torch nor Python.
+// The C interface of the kernel library, version 2. It needs the CUDA driver and neither torch nor Python.
 //
 // A layer has N outputs, K inputs and G = ceil(K / group) groups of `group` neighbouring inputs. Its weight is
 //
@@ -37,7 +37,7 @@ enum gptqkit_code {
     GPTQKIT_FAULT = -7,         // emulator only: the kernel broke a rule of the hardware; the text says which
 };
 
-// The number of this interface: 1. A library with another number must not be called otherwise.
+// The number of this interface: 2. A library with another number must not be called otherwise.
 GPTQKIT_API int gptqkit_abi(void);
 
 // A text for a code, valid until the thread's next call.
@@ -80,9 +80,10 @@ GPTQKIT_API int gptqkit_dequantize(int bits, int dtype, const uint32_t *weight, 
 // One block of GPTQ's column sweep, see sweep.cu: all tensors float32 but group (int32) and codes (uint8), row-major.
 // block comes up to date and leaves as the weights when they were rounded; codes, values and scaled (w - q) / U are
 // written. With `group`, scale and zero [any][rows] are given; without, a grid is fitted every group_size columns and
-// written to them. shift may be NULL (GPTQ); importance may be NULL (grids span minimum to maximum). columns: at most 1536.
+// written to them. shift may be NULL (GPTQ); importance may be NULL (grids span minimum to maximum). columns: at most
+// 1536.
 GPTQKIT_API int gptqkit_sweep(float *block /*[columns, rows]*/, const float *inverse /*[columns, columns]*/,
-                              const float *shift /*[columns, columns] or NULL*/, const float *importance /*[columns] or NULL*/,
-                              const int32_t *group /*[columns] or NULL*/, float *scale, float *zero, uint8_t *codes,
-                              float *values, float *scaled, int columns, int rows, int group_size, int bits, int sym,
-                              int min_zero, void *stream);
+                              const float *shift /*[columns, columns] or NULL*/,
+                              const float *importance /*[columns] or NULL*/, const int32_t *group /*[columns] or NULL*/,
+                              float *scale, float *zero, uint8_t *codes, float *values, float *scaled, int columns,
+                              int rows, int group_size, int bits, int sym, int min_zero, void *stream);

@@ -51,7 +51,7 @@ enum class Meeting { none, barrier, multiply_add };
 
 struct Copy {
     void *target;
-    const void *source; // null: zeros
+    const void *source;
 };
 
 struct Fiber;
@@ -234,11 +234,11 @@ template <class V> V load_constant(const V *source) {
 }
 inline float load_shared_by_blocks(const float *source) { return *source; }
 
-inline void copy_async(void *target, const void *source, bool valid = true) {
+inline void copy_async(void *target, const void *source) {
     if (reinterpret_cast<uintptr_t>(target) % 16 || reinterpret_cast<uintptr_t>(source) % 16)
         emulator::fault("a misaligned copy");
     memset(target, 0xff, 16);
-    emulator::machine.current->open.push_back({target, valid ? source : nullptr});
+    emulator::machine.current->open.push_back({target, source});
 }
 inline void copy_commit() {
     emulator::Fiber &fiber = *emulator::machine.current;
@@ -248,8 +248,7 @@ inline void copy_commit() {
 template <int PENDING> void copy_wait() {
     auto &groups = emulator::machine.current->groups;
     while (int(groups.size()) > PENDING) {
-        for (const auto &copy : groups.front())
-            copy.source ? memcpy(copy.target, copy.source, 16) : memset(copy.target, 0, 16);
+        for (const auto &copy : groups.front()) memcpy(copy.target, copy.source, 16);
         groups.erase(groups.begin());
     }
 }

@@ -56,11 +56,12 @@ template <class T, int BITS, int TOKENS> KERNEL(kWideWarps *kLanes, 2) gemm_wide
                 copy_async(slots + (stage_to_copy * BITS + v) * kThreads, source + v * kLanes);
             source += BITS * kLanes;
             const int k = unit_to_copy * kTile;
-            const bool inside = k + 8 * piece < a.k;
+            if (k + 8 * piece < a.k) {
 #pragma unroll
-            for (int r = 0; r < kCopies; r++)
-                copy_async(token_slots + (stage_to_copy * 8 * TOKENS + r * (kThreads / kPieces)) * kTokenRow,
-                           inside ? rows[r] + k : a.x, inside);
+                for (int r = 0; r < kCopies; r++)
+                    copy_async(token_slots + (stage_to_copy * 8 * TOKENS + r * (kThreads / kPieces)) * kTokenRow,
+                               rows[r] + k);
+            }
         }
         copy_commit(); // an empty group at the end keeps the count of groups
         unit_to_copy++;
@@ -110,6 +111,7 @@ template <class T, int BITS, int TOKENS> KERNEL(kWideWarps *kLanes, 2) gemm_wide
         const unsigned char *const tokens_here = token_ring + (stage * 8 * TOKENS + c) * kTokenRow + 8 * t;
 #pragma unroll
         for (int j = 0; j < kSteps; j++) {
+            if (j >= kSteps / 2 && unit * kTile + kStep * j >= a.k) break; // half a unit, the last one
             if (steps_left == 0) {
                 open_group();
                 steps_left = group_steps;

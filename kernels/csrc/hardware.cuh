@@ -75,13 +75,11 @@ template <class V> DEVICE V load_constant(const V *source) { return __ldg(source
 // Data that other blocks wrote: past the cache that only this multiprocessor sees.
 DEVICE float load_shared_by_blocks(const float *source) { return __ldcg(source); }
 
-// Sixteen bytes from global to shared memory, arriving at the matching wait. Without `valid` they are zeros and the
-// source is not read. They bypass the first cache: what streams through is read once.
-DEVICE void copy_async(void *target, const void *source, bool valid = true) {
+// Sixteen bytes from global to shared memory, arriving at the matching wait. They bypass the first cache: what streams
+// through is read once.
+DEVICE void copy_async(void *target, const void *source) {
     const uint32_t address = uint32_t(__cvta_generic_to_shared(target));
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(source),
-                 "r"(valid ? 16 : 0)
-                 : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(address), "l"(source) : "memory");
 }
 // Closes the thread's group of copies; groups arrive in order.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

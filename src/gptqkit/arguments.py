@@ -67,7 +67,7 @@ def _add_quantize(commands: Any) -> None:
     command = _add_command(commands, "quantize", "quantize a model and write it as a checkpoint")
     command.add_argument("model", metavar="MODEL", help="folder of a transformers model, or its id on the Hub")
     command.add_argument("out", metavar="OUT", type=Path, help="folder to write; it must not exist yet")
-    command.add_argument("--overwrite", action="store_true", help="replace OUT where it exists")
+    command.add_argument("--overwrite", action="store_true", help="replace OUT where it holds a quantized checkpoint")
 
     grid = command.add_argument_group("the grid of the weights")
     grid.add_argument("--bits", type=int, choices=BITS, default=4, help=_with_default("bits per weight"))
@@ -149,7 +149,7 @@ def _add_quantize(commands: Any) -> None:
         "--no-true-sequential",
         action="store_false",
         dest="true_sequential",
-        help="inside a block, show every module the inputs of the float block",
+        help="inside a block, let no module see the outputs of the quantized ones before it",
     )
     method.add_argument(
         "--block-size",
@@ -254,7 +254,7 @@ def _add_convert(commands: Any) -> None:
     command.add_argument("source", metavar="IN", type=Path, help="folder of a quantized model")
     command.add_argument("target", metavar="OUT", type=Path, help="folder to write; it must not exist yet")
     command.add_argument("--format", choices=FORMATS, required=True, help="the format of OUT")
-    command.add_argument("--overwrite", action="store_true", help="replace OUT where it exists")
+    command.add_argument("--overwrite", action="store_true", help="replace OUT where it holds a quantized checkpoint")
 
 
 def _add_columns(group: argparse._ActionsContainer) -> None:

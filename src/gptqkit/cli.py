@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .arguments import parser
-from .errors import GptqkitError
+from .errors import ConfigError, GptqkitError
 from .terminal import ProgressDisplay, checkpoint_summary, key_values, quantization_summary
 
 
@@ -36,9 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     _log_to_stderr(arguments.verbose)
     try:
         commands[arguments.command](arguments)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("gptqkit: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (GptqkitError, OSError) as error:
         if arguments.verbose:
             traceback.print_exc()
@@ -99,6 +103,8 @@ def _quantize(arguments: argparse.Namespace) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        raise ConfigError(f"--json {arguments.json}: there is no folder {arguments.json.parent}; make it first")
     _quieten_libraries(arguments.verbose)
     import gptqkit
 

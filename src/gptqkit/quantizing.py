@@ -145,6 +145,8 @@ def quantize(
         seed=seed,
         tokens=walked.tokens,
         excluded_samples=walked.excluded_samples,
+        block_weights=walked.block_weights,
+        quantized_weights=walked.quantized_weights,
         device=place.type,
         seconds=time.perf_counter() - start,
         versions=_versions(),

@@ -27,6 +27,7 @@ class ProgressDisplay:
         self._stage: str | None = None
         self._started = time.monotonic()
         self._layer: list[Progress] = []
+        self._tenths = 0
 
     def __call__(self, step: Progress) -> None:
         """Show `step`; a step of another stage closes the bar of the one before."""
@@ -39,7 +40,8 @@ class ProgressDisplay:
             self._draw(self._bar, step)
         elif step.module is not None:
             self._line_per_layer(step)
-        elif step.done == step.total or step.done * 10 // step.total > (step.done - 1) * 10 // step.total:
+        elif step.done == step.total or step.done * 10 // step.total > self._tenths:
+            self._tenths = step.done * 10 // step.total
             self._write(f"{step.stage}: {step.done} of {step.total}")
 
     def close(self) -> None:
@@ -49,11 +51,13 @@ class ProgressDisplay:
             self._bar = None
         self._flush_layer()
         self._stage = None
+        self._tenths = 0
 
     def _draw(self, bar: tqdm[Any], step: Progress) -> None:
         bar.total = step.total
         if step.module is not None:
-            bar.set_postfix_str(step.module + (f" error {step.error:.4f}" if step.error is not None else ""), False)
+            errors = "" if step.error is None else f" error {step.error:.4f}, rounding {step.rounding_error:.4f}"
+            bar.set_postfix_str(step.module + errors, False)
         bar.update(step.done - bar.n)
 
     def _line_per_layer(self, step: Progress) -> None:
@@ -142,6 +146,9 @@ def quantization_summary(report: Mapping[str, Any]) -> str:
         summary["damping raised"] = _names(m for m in modules if m.get("damp_escalations"))
     if any(m.get("dead_columns") for m in modules):
         summary["dead input columns"] = sum(m.get("dead_columns") or 0 for m in modules)
+    quantized, weights = report.get("quantized_weights"), report.get("block_weights")
+    if quantized and weights and quantized < weights:
+        summary["left in floating point"] = f"{100 - 100 * quantized / weights:.1f} % of the weights in the blocks"
     summary["left-out samples"] = report.get("excluded_samples") or None
     for row in report.get("perplexity") or []:
         summary[f"perplexity on {row['dataset']}"] = row["perplexity"]

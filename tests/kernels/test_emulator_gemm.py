@@ -135,3 +135,14 @@ def test_rows_more_than_two_to_the_31_elements_apart(kernels: Kernels, m: int) -
         y = kernels.gemm(layer, apart, m=m, ldx=stride)
         del apart
     np.testing.assert_array_equal(y, kernels.gemm(layer, x))
+
+
+@pytest.mark.parametrize("m", [1, 20])
+def test_inputs_beyond_the_last_do_not_overflow(kernels: Kernels, m: int) -> None:
+    # All weights are (15 - 16) * 30000; a padded code 0 would be -480000, infinite in float16.
+    layer = Layer(kernels, bits=4, dtype=FLOAT16, n=32, k=96, group=96, zeros=16)
+    layer.weight = kernels.repack_weight(4, np.full_like(layer.qweight, -1), 32, 96)
+    layer.scales = to_bits(np.full((1, 32), 30000.0), FLOAT16)
+    layer.scale, layer.zero = kernels.repack_grid(4, FLOAT16, layer.scales, layer.qzeros, 1, 32, 1)
+    x = aligned((m, 96), np.uint16, to_bits(np.float32(2**-10), FLOAT16))
+    np.testing.assert_array_equal(kernels.gemm(layer, x).view(np.float16), np.float16(-30000 * 96 / 1024))

@@ -209,6 +209,7 @@ def test_overrides_choose_bits_groups_and_what_stays():
     assert result.weights["model.layers.0.mlp.down_proj"].group_size == 96
     assert {weight.bits for name, weight in result.weights.items() if ".0." in name} == {8}
     assert "model.layers.1.mlp.down_proj" not in result.weights
+    assert result.block_weights - result.quantized_weights == 64 * 96
 
 
 def test_an_override_that_matches_nothing_is_a_mistake():
