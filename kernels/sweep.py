@@ -8,7 +8,7 @@ from torch import Tensor
 from ..errors import ShapeError
 from .library import KernelLibrary, find_library
 
-MOST_COLUMNS = 1536
+MOST_COLUMNS = 384
 """Columns of a block whose weights fit into shared memory; `csrc/sweep.cu` refuses more."""
 
 

@@ -81,7 +81,7 @@ GPTQKIT_API int gptqkit_dequantize(int bits, int dtype, const uint32_t *weight, 
 // block comes up to date and leaves as the weights when they were rounded; codes, values and scaled (w - q) / U are
 // written. With `group`, scale and zero [any][rows] are given; without, a grid is fitted every group_size columns and
 // written to them. shift may be NULL (GPTQ); importance may be NULL (grids span minimum to maximum). columns: at most
-// 1536.
+// 384.
 GPTQKIT_API int gptqkit_sweep(float *block /*[columns, rows]*/, const float *inverse /*[columns, columns]*/,
                               const float *shift /*[columns, columns] or NULL*/,
                               const float *importance /*[columns] or NULL*/, const int32_t *group /*[columns] or NULL*/,

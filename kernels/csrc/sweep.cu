@@ -20,8 +20,8 @@
 
 namespace {
 
-constexpr int ROWS = 32;         // rows, and threads, of a block
-constexpr int MOST_COLUMNS = 1536; // their weights fill 192 KiB of shared memory
+constexpr int ROWS = 32;          // rows, and threads, of a block
+constexpr int MOST_COLUMNS = 384; // their weights fill the 48 KiB of shared memory that every block may have
 
 struct SweepArguments {
     float *block;

@@ -135,27 +135,12 @@ def test_grids_equal_fit_grid(emulation, bits, min_zero, sym):
 
 
 def test_what_the_kernel_cannot_take_is_refused(emulation):
-    wide = torch.empty(1537, 1)
-    nothing = {
-        "shift": None,
-        "importance": None,
-        "group": None,
-        "group_size": 16,
-        "bits": 4,
-        "sym": True,
-        "min_zero": 0,
-    }
-    with pytest.raises(ShapeError, match="1537 columns"):
-        sweep_block(emulation.launcher.library, wide, wide, scale=wide, zero=wide, codes=wide, values=wide, **nothing)
-    square = torch.empty(4, 4)
+    def sweep(block, inverse):
+        grids = {"scale": block, "zero": block, "codes": block, "values": block, "group_size": 16}
+        choices = {"shift": None, "importance": None, "group": None, "bits": 4, "sym": True, "min_zero": 0}
+        sweep_block(emulation.launcher.library, block, inverse, **grids, **choices)
+
+    with pytest.raises(ShapeError, match="385 columns"):
+        sweep(torch.empty(385, 1), torch.empty(1, 1))
     with pytest.raises(ShapeError, match="contiguous"):
-        sweep_block(
-            emulation.launcher.library,
-            square,
-            square[::2],
-            scale=square,
-            zero=square,
-            codes=square,
-            values=square,
-            **nothing,
-        )
+        sweep(torch.empty(4, 4), torch.empty(4, 8)[:, ::2])
