@@ -17,7 +17,7 @@ installed := $(VENV)/bin/gptqkit
 
 setup: $(installed)
 
-$(installed): pyproject.toml constraints.txt
+$(installed): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(python) -m pip install -c constraints.txt -e ".[dev]"
 	touch $@

@@ -43,10 +43,10 @@ else
     step build 150 "$python" kernels/build.py kernels/libgptqkit.so --arch "$capability"
 fi
 
-kernel_tests=(tests/kernels/test_{gemm,ops,cuda_backend,streams}.py)
+kernel_tests=(tests/kernels/test_{gemm,ops,cuda_backend,streams,sweep}.py)
 model_tests=()
 if "$python" -c 'import transformers, accelerate, datasets' 2>/dev/null; then
-    model_tests=(tests/test_kernels_in_models.py)
+    model_tests=(tests/test_kernels_in_models.py tests/test_quantizing.py)
 fi
 if "$python" -c 'import pytest' 2>/dev/null; then
     step subnormals 30 "$python" -m pytest -p no:cacheprovider -m gpu -k unit_inputs tests/kernels/test_gemm.py

@@ -144,3 +144,20 @@ def test_what_the_kernel_cannot_take_is_refused(emulation):
         sweep(torch.empty(385, 1), torch.empty(1, 1))
     with pytest.raises(ShapeError, match="contiguous"):
         sweep(torch.empty(4, 4), torch.empty(4, 8)[:, ::2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("bits", "sym", "group_size"), [(2, False, 32), (4, True, 128), (8, False, None)])
+def test_the_gpu_finds_what_the_cpu_finds(order, bits, sym, group_size):
+    """With the real library where there is one; without it this compares the torch path on both devices."""
+    weight, inputs = correlated(200, 512, 4000)
+    weight, hessian = weight.float(), moments(inputs).float()
+    config = QuantizeConfig(bits=bits, sym=sym, group_size=group_size, **ORDERS[order])
+    on_cpu = solver.solve_gptq(weight, hessian, config)
+    on_gpu = solver.solve_gptq(weight.cuda(), hessian.cuda(), config)
+    assert on_gpu.weight.codes.is_cuda
+    assert torch.equal(on_gpu.weight.group_index.cpu(), on_cpu.weight.group_index)
+    exact = damped(hessian.double())
+    losses = [loss(weight, solution.weight.dequantize().cpu(), exact) for solution in (on_gpu, on_cpu)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
