@@ -14,12 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from .gemm import product, refusal, repack
-from .library import find_library
+from .library import OLDEST_CAPABILITY, find_library
 from .linear import QuantLinear
 from .packed import PackedWeight
-
-# Ampere: the first with the matrix instructions and asynchronous copies that the kernels use.
-OLDEST_CAPABILITY = (8, 0)
 
 
 class CudaLinear(QuantLinear):

@@ -23,6 +23,9 @@ from . import build
 ABI = 2
 FILE_NAME = "libgptqkit.so"
 
+OLDEST_CAPABILITY = (8, 0)
+"""Ampere: the first GPUs with the matrix instructions and asynchronous copies that the kernels use."""
+
 _LOG = logging.getLogger("gptqkit")
 _HERE = Path(__file__).parent
 

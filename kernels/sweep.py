@@ -6,15 +6,17 @@ import torch
 from torch import Tensor
 
 from ..errors import ShapeError
-from .library import KernelLibrary, find_library
+from .library import OLDEST_CAPABILITY, KernelLibrary, find_library
 
 MOST_COLUMNS = 384
 """Columns of a block whose weights fit into shared memory; `csrc/sweep.cu` refuses more."""
 
 
 def sweep_library(target: Tensor) -> KernelLibrary | None:
-    """The library that can sweep blocks of `target`, or None: no NVIDIA GPU, no library, or not float32."""
+    """The library that can sweep blocks of `target`, or None: no GPU or too old a one, no library, not float32."""
     if target.device.type != "cuda" or target.dtype != torch.float32:
+        return None
+    if torch.cuda.get_device_capability(target.device) < OLDEST_CAPABILITY:
         return None
     return find_library().library
 

@@ -87,7 +87,7 @@ def load(
         tokenizer = _load_tokenizer(checkpoint.path, trust_remote_code=False)
     model.gptqkit_backend = choice
     model.gptqkit_quantization_config = checkpoint.quantization_config
-    _LOG.log(logging.WARNING if choice.fallback else logging.INFO, "%s: %s", checkpoint.path, choice)
+    _LOG.log(logging.WARNING if choice.fallback else logging.INFO, "backend %s", choice)
     return model, tokenizer
 
 
