@@ -45,8 +45,9 @@ class Launcher:
         """Codes in the kernel's layout; see `ops.repack_weight`."""
         n, k = qweight.shape[1], qweight.shape[0] * 32 // bits
         weight = qweight.new_empty(weight_shape(n, k, bits))
+        qweight, rows = qweight.contiguous(), None if rows is None else rows.contiguous()
         with self._current():
-            arguments = (bits, _pointer(qweight.contiguous()), _pointer(rows), _pointer(weight), n, k, self._stream())
+            arguments = (bits, _pointer(qweight), _pointer(rows), _pointer(weight), n, k, self._stream())
             self.library.run("gptqkit_repack_weight", *arguments)
         return weight
 
@@ -55,8 +56,9 @@ class Launcher:
         groups, n = scales.shape
         scale = scales.new_empty(grid_shape(groups, n))
         zero = scales.new_empty(grid_shape(groups, n), dtype=zero_dtype(bits))
-        sources = (_pointer(scales.contiguous()), _pointer(qzeros.contiguous()))
+        scales, qzeros = scales.contiguous(), qzeros.contiguous()  # copies must live until the kernel is started
         with self._current():
+            sources = (_pointer(scales), _pointer(qzeros))
             arguments = (*sources, zero_offset, _pointer(scale), _pointer(zero), n, groups, self._stream())
             self.library.run("gptqkit_repack_grid", bits, DTYPES[scales.dtype], *arguments)
         return scale, zero

@@ -3,13 +3,15 @@
 A split product needs one int32 per output tile, 0 before and after. Calls of one stream follow each other and share
 them; calls that may run at the same time must not. A captured graph can be replayed beside anything, on any stream, so
 every capture gets counters that nothing else uses. They are cleared before it begins: clearing is not recorded, and no
-memory of the graph's own pool is held.
+memory of the graph's own pool is held. Counters of streams come from the same arenas: torch.compile warms its graphs up
+in eager calls whose memory must all be given back.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
@@ -41,13 +43,14 @@ class Tickets:
         if self._capturing():
             return self._take_captured(count, stream)
         tickets = self._by_stream.get(stream)
-        if tickets is not None and tickets.numel() >= count:
+        if tickets is not None and tickets.numel() >= count and self._taken <= READY // 2:
             return tickets
         with self._lock:
             if self._taken > READY // 2:
                 self._refill()
-            tickets = self._zeros(max(count, SET))
-            self._by_stream[stream] = tickets
+            if tickets is None or tickets.numel() < count:
+                ready = self._take_ready(count)
+                tickets = self._by_stream[stream] = self._zeros(count) if ready is None else ready
         return tickets
 
     def _take_captured(self, count: int, stream: int) -> Tensor:
@@ -57,19 +60,32 @@ class Tickets:
             known, tickets = self._by_capture.get(stream, (None, None))
             if tickets is not None and known == capture and tickets.numel() >= count:
                 return tickets
-            end = self._taken + max(count, SET)
-            if end > READY:
+            tickets = self._take_ready(count)
+            if tickets is None:
                 return self._zeros(count)
-            tickets = self._arenas[-1][self._taken : end]
-            self._taken = end
             self._by_capture[stream] = (capture, tickets)
             return tickets
 
+    def _take_ready(self, count: int) -> Tensor | None:
+        """The next counters of the latest arena, or None where it has too few."""
+        end = self._taken + max(count, SET)
+        if end > READY:
+            return None
+        tickets = self._arenas[-1][self._taken : end]
+        self._taken = end
+        return tickets
+
     def _refill(self) -> None:
-        self._arenas.append(self._zeros(READY))
+        # In a thread of its own: a memory pool that this one has opened, as torch.compile does, must not hold them.
+        with ThreadPoolExecutor(1) as thread:
+            self._arenas.append(thread.submit(self._cleared).result())
         self._taken = 0
-        if self.device.type == "cuda":  # a replay may run on another stream than the clearing
+
+    def _cleared(self) -> Tensor:
+        arena = self._zeros(READY)
+        if self.device.type == "cuda":  # its users run on other streams than the clearing
             torch.cuda.current_stream(self.device).synchronize()
+        return arena
 
     def _zeros(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=self.device)

@@ -29,7 +29,8 @@ dim3 grid_for(int m, int n, int split) {
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 
-constexpr int kSharedLimit = 99 * 1024; // what the least of the architectures lets one block have
+// What the least of the architectures lets one block have, less a part for static variables.
+constexpr int kSharedLimit = 98 * 1024;
 
 template <class T, int BITS, int TOKENS> int start_narrow(const GemmArguments &a, dim3 grid, void *stream) {
     constexpr int threads = kNarrowWarps<BITS, TOKENS> * kLanes;

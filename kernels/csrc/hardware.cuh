@@ -111,18 +111,21 @@ DEVICE void block_barrier() { __syncthreads(); }
 DEVICE void device_fence() { __threadfence(); }
 DEVICE int fetch_add(int *target, int value) { return atomicAdd(target, value); }
 
-// Starts `kernel` with one argument; 0 or an error code. More shared memory than 48 KiB has to be asked for, once per
-// kernel and device.
+// Starts `kernel` with one argument; 0 or an error code. Dynamic and static shared memory of more than 48 KiB together
+// has to be asked for, once per kernel and device: kStaticShared is left for the static variables, which nobody can
+// count here. A kernel that wants more than 48 KiB must want as much at every call.
+constexpr int kFreeShared = 48 * 1024, kStaticShared = 1024;
 template <auto kernel, class Arguments>
 int launch(dim3 grid, int threads, int shared_bytes, void *stream, const Arguments &arguments) {
     static std::atomic<uint64_t> granted{0}; // devices, one bit each
-    if (shared_bytes > 48 * 1024) {
+    if (shared_bytes > kFreeShared - kStaticShared) {
         int device = 0;
         if (cudaError_t error = cudaGetDevice(&device)) return error;
         const uint64_t bit = device < 64 ? uint64_t(1) << device : 0;
         if (!(granted.load(std::memory_order_relaxed) & bit)) {
-            if (cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel),
-                                                         cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes))
+            if (cudaError_t error = cudaFuncSetAttribute(
+                    reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                    shared_bytes > kFreeShared ? shared_bytes : kFreeShared))
                 return error;
             granted.fetch_or(bit, std::memory_order_relaxed);
         }

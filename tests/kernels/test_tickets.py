@@ -61,6 +61,24 @@ def test_captures_find_no_counters_left_and_clear_their_own(capture):
     assert not any(overlap(tickets.take(10, 1), tensor) for tensor in taken)
 
 
+def test_a_known_stream_refills_for_captures(capture):
+    tickets = Tickets(torch.device("cpu"))
+    eager = tickets.take(10, 1)
+    for number in range(READY // SET):
+        capture.id = number
+        tickets.take(10, 1)
+    capture.id = None
+    assert tickets.take(10, 1) is eager
+    capture.id = READY
+    assert overlap(tickets.take(10, 1), tickets._arenas[-1])
+
+
+def test_streams_hold_no_memory_of_their_own():
+    tickets = Tickets(torch.device("cpu"))
+    assert overlap(tickets.take(10, 1), tickets._arenas[0])
+    assert tickets.take(READY + 1, 1).numel() > READY  # unless they need more than there is
+
+
 def test_first_use_within_a_capture(capture):
     capture.id = 1
     assert Tickets(torch.device("cpu")).take(10, 1).numel() == 10
