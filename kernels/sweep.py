@@ -61,7 +61,7 @@ def sweep_block(
         min_zero: The smallest zero allowed.
 
     Raises:
-        ShapeError: A tensor is not contiguous or on another device, or the block is too wide.
+        ShapeError: A tensor is not contiguous, of another dtype or on another device, or the block is too wide.
     """
     columns, rows = block.shape
     if columns > MOST_COLUMNS:
@@ -69,8 +69,14 @@ def sweep_block(
     scaled = torch.empty_like(block)
     tensors = (block, inverse, shift, importance, group, scale, zero, codes, values, scaled)
     for tensor in tensors:
-        if tensor is not None and (not tensor.is_contiguous() or tensor.device != block.device):
-            raise ShapeError("the sweep's tensors must be contiguous and on one device")
+        dtype = torch.int32 if tensor is group else torch.uint8 if tensor is codes else torch.float32
+        if tensor is None:
+            continue
+        if not tensor.is_contiguous() or tensor.device != block.device or tensor.dtype != dtype:
+            raise ShapeError(
+                f"the sweep got {tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}; "
+                f"it needs contiguous {dtype} on {block.device}"
+            )
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     settings = (columns, rows, group_size, bits, int(sym), min_zero)
     if block.device.type == "cuda":

@@ -14,7 +14,8 @@
 // Preconditions, checked by gptqkit_gemm: M >= 1, K a multiple of 32, x 16-byte aligned with ldx a multiple of 8;
 //     `group` a multiple of 16, of 64 unless FINE; tickets 0.
 // Numerics: products of 16-bit operands are exact in the float32 sums; the sums of a group, the scaled sums, the parts
-//     of warps and of blocks are float32, each in a fixed order; y is rounded once.
+//     of warps and of blocks are float32, each in a fixed order; y is rounded once. An infinite activation gives NaN
+//     (inf less zero times inf), where a dense product gives infinity.
 #pragma once
 
 #include "gemm.cuh"

@@ -136,14 +136,17 @@ def test_grids_equal_fit_grid(emulation, bits, min_zero, sym):
 
 def test_what_the_kernel_cannot_take_is_refused(emulation):
     def sweep(block, inverse):
-        grids = {"scale": block, "zero": block, "codes": block, "values": block, "group_size": 16}
+        codes = torch.empty_like(block, dtype=torch.uint8)
+        grids = {"scale": block, "zero": block, "codes": codes, "values": block, "group_size": 16}
         choices = {"shift": None, "importance": None, "group": None, "bits": 4, "sym": True, "min_zero": 0}
         sweep_block(emulation.launcher.library, block, inverse, **grids, **choices)
 
     with pytest.raises(ShapeError, match="385 columns"):
         sweep(torch.empty(385, 1), torch.empty(1, 1))
-    with pytest.raises(ShapeError, match="contiguous"):
+    with pytest.raises(ShapeError, match=r"strides \(8, 2\)"):
         sweep(torch.empty(4, 4), torch.empty(4, 8)[:, ::2])
+    with pytest.raises(ShapeError, match=r"torch\.float64"):
+        sweep(torch.empty(4, 4), torch.empty(4, 4, dtype=torch.float64))
 
 
 @pytest.mark.gpu
