@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, ConversionError, ShapeError
+from ..errors import CheckpointError, ConversionError
 from ..quantizer.config import Format
 from ..quantizer.quantized import QuantizedWeight
 from .pack import codes_per_unit, pack, unpack
@@ -219,18 +219,4 @@ def check_index(name: str, tensors: Mapping[str, Tensor]) -> None:
         raise CheckpointError(
             f"{name}.g_idx spans {int(index.min())} ... {int(index.max())}; the layer has groups 0 ... {groups - 1}. "
             "The file is damaged: fetch it again"
-        )
-
-
-def check_packable(name: str, out_features: int, in_features: int, bits: int) -> None:
-    """Refuse a layer whose dimensions do not fill whole words, before any work on it starts.
-
-    Raises:
-        ShapeError: With the layer's name and what its dimensions must be a multiple of.
-    """
-    unit = codes_per_unit(bits)
-    if out_features % unit or in_features % unit:
-        raise ShapeError(
-            f"{name} is {out_features} x {in_features} (out x in); {bits}-bit GPTQ checkpoints need multiples of "
-            f"{unit}. Skip the module with an override"
         )

@@ -77,7 +77,7 @@ def quantize(
         samples: Calibration windows.
         sequence_length: Tokens per window; None for 2048 or the model's maximum, whichever is less.
         seed: Chooses the windows.
-        batch_size: Windows per forward pass; changes memory and speed only.
+        batch_size: Windows per forward pass. Another size sums in another order, so codes may differ as with threads.
         device: "auto" takes a GPU where there is one.
         column: Column of the data set to read.
         split: Split of the data set to read.

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gptqkit.errors import CheckpointError, ConversionError, ShapeError
-from gptqkit.export.gptq import check_packable, decode_zeros, encode_zeros, from_tensors, to_tensors
+from gptqkit.errors import CheckpointError, ConversionError
+from gptqkit.export.gptq import decode_zeros, encode_zeros, from_tensors, to_tensors
 from gptqkit.export.pack import pack
 from gptqkit.quantizer.config import Format
 from gptqkit.quantizer.quantized import QuantizedWeight
@@ -135,14 +135,6 @@ def test_bfloat16_scales_are_taken_only_where_exact() -> None:
     tensors["scales"][0, 0] = 1e-9
     with pytest.raises(CheckpointError, match=r"layer\.scales holds bfloat16 values"):
         read(tensors)
-
-
-def test_dimensions_that_do_not_fill_words_are_refused_by_name() -> None:
-    check_packable("layer", 64, 96, 3)
-    with pytest.raises(
-        ShapeError, match=r"model\.q is 64 x 80 \(out x in\); 3-bit GPTQ checkpoints need multiples of 32"
-    ):
-        check_packable("model.q", 64, 80, 3)
 
 
 @pytest.mark.parametrize("key", ["qweight", "qzeros", "scales"])
