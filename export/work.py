@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,8 @@ from .merge import Entry, plan_shards, read_entries, write_shard
 from .shards import read_json, some
 from .staging import check_target, replace_directory, sync_directory
 
+_LOG = logging.getLogger("gptqkit")
+
 
 class WorkDirectory:
     """The directory of one job; made, or taken up where an earlier process left it.
@@ -35,13 +38,22 @@ class WorkDirectory:
         job: What identifies the job, as plain values for JSON.
         resume: Go on with the same job where there is one; otherwise one that is there is an error.
         overwrite: Replace a quantized model at the target when the new one is complete.
+        environment: What may change the last bits of a result; where it differs on resuming, the logger warns.
 
     Raises:
         OutputExistsError: The target exists, or an unfinished job is there and `resume` is not set.
         ResumeError: The unfinished job is another one, or another process is at work on it.
     """
 
-    def __init__(self, target: Path, job: Mapping[str, Any], *, resume: bool = False, overwrite: bool = False) -> None:
+    def __init__(
+        self,
+        target: Path,
+        job: Mapping[str, Any],
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+        environment: Mapping[str, Any] | None = None,
+    ) -> None:
         self.target = Path(os.path.realpath(target))
         self.path = work_path(target)
         self._overwrite = overwrite
@@ -54,17 +66,22 @@ class WorkDirectory:
                     "delete that folder to start anew"
                 )
             self._lock_it()
-            different = differences(read_json(self.path / "job.json"), json.loads(json.dumps(job)))
+            begun = read_json(self.path / "job.json")
+            different = differences(begun["job"], json.loads(json.dumps(job)))
             if different:
+                self.close()
                 raise ResumeError(
                     f"the unfinished job in {self.path} is another one: {some(different)}. Start with what it was "
                     "started with, or delete that folder to start anew"
                 )
+            elsewhere = differences(begun["environment"], json.loads(json.dumps(environment or {})))
+            if elsewhere:
+                _LOG.warning("resumed in another environment, so last bits may differ: %s", some(elsewhere))
         else:
             check_target(self.target, overwrite=overwrite)
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock_it()
-            self.write_json("job.json", job)
+            self.write_json("job.json", {"job": job, "environment": environment or {}})
             sync_directory(self.path.parent)
         self.records = self._read_records()
 

@@ -239,7 +239,7 @@ def test_a_failure_leaves_nothing_and_keeps_the_old(
         (tmp_path / "out" / "mark").touch()
 
     def fail(directory: Path) -> dict[str, Any]:
-        assert directory.name.startswith(".out.gptqkit-incomplete-")
+        assert directory.parent.name == ".out.gptqkit-work"
         raise error
 
     with pytest.raises(error if isinstance(error, type) else type(error)):
