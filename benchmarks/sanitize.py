@@ -17,8 +17,8 @@ def main() -> None:
     for bits in (2, 3, 4, 8):
         for dtype in (torch.float16, torch.bfloat16):
             for group_size in (32, 128):
-                layer = repack(random_layer(96, 384, bits=bits, group_size=group_size, device=device), dtype)
-                dequantize(layer)
+                layer = repack(random_layer(96, 384, bits=bits, group_size=group_size, device=device))
+                dequantize(layer, dtype)
                 tensors = (layer.weight, layer.scale, layer.zero)
                 bias = torch.zeros(96, dtype=dtype, device=device)
                 for rows in ROWS:

@@ -60,7 +60,7 @@ class Launcher:
         with self._current():
             sources = (_pointer(scales), _pointer(qzeros))
             arguments = (*sources, zero_offset, _pointer(scale), _pointer(zero), n, groups, self._stream())
-            self.library.run("gptqkit_repack_grid", bits, DTYPES[scales.dtype], *arguments)
+            self.library.run("gptqkit_repack_grid", bits, *arguments)
         return scale, zero
 
     def linear(
@@ -75,7 +75,7 @@ class Launcher:
         out_features: int,
     ) -> Tensor:
         """The product x WT + bias on the path that is faster; see `ops.linear`."""
-        _check(x, weight, scale, bias)
+        _check(x, weight, bias)
         rows = x.reshape(-1, x.shape[-1])
         layer = (weight, scale, zero, bias, bits, group_size, out_features)
         if self.tuning.fused(bits, rows.shape[0]):
@@ -97,7 +97,7 @@ class Launcher:
         split: int,
     ) -> Tensor:
         """The product x WT + bias on the fused kernel; see `ops.gemm`."""
-        _check(x, weight, scale, bias)
+        _check(x, weight, bias)
         m, k = x.shape
         x = _aligned(x)
         y = x.new_empty((m, out_features))
@@ -116,10 +116,18 @@ class Launcher:
         return y
 
     def dequantize(
-        self, weight: Tensor, scale: Tensor, zero: Tensor, bits: int, group_size: int, out_features: int, columns: int
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor,
+        bits: int,
+        group_size: int,
+        out_features: int,
+        columns: int,
+        dtype: torch.dtype,
     ) -> Tensor:
         """The dense weight; see `ops.dequantize`."""
-        dense = scale.new_empty((out_features, columns))
+        dense = scale.new_empty((out_features, columns), dtype=dtype)
         self._dequantize(dense, 0, weight, scale, zero, bits, group_size, out_features)
         return dense
 
@@ -163,7 +171,7 @@ class Launcher:
         with self._current():
             sizes = (first, dense.shape[0], out_features, dense.shape[1], group_size)
             tensors = map(_pointer, (weight, scale, zero, dense))
-            self.library.run("gptqkit_dequantize", bits, DTYPES[scale.dtype], *tensors, *sizes, self._stream())
+            self.library.run("gptqkit_dequantize", bits, DTYPES[dense.dtype], *tensors, *sizes, self._stream())
 
     def _choose_split(self, rows: int, columns: int, out_features: int) -> int:
         _, tiles = self.library.workspace(rows, out_features, columns, 2)  # one ticket per tile
@@ -210,15 +218,16 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Refuse what would make a kernel read where it must not; layers come from `gemm.repack` and fit together.
 
     Raises:
         ShapeError: x does not fit the layer.
     """
-    if x.dtype != scale.dtype or (bias is not None and bias.dtype != scale.dtype):
-        came = x.dtype if bias is None else f"{x.dtype} and the bias {bias.dtype}"
-        raise ShapeError(f"x is {came}, and the layer was made for {scale.dtype}; load the model with that dtype")
+    if x.dtype not in DTYPES:
+        raise ShapeError(f"x is {x.dtype}, and the kernels compute in float16 or bfloat16; convert it to one of them")
+    if bias is not None and bias.dtype != x.dtype:
+        raise ShapeError(f"bias is {bias.dtype} beside such activations and needs {x.dtype}; load with that dtype")
     if x.device != weight.device:
         raise ShapeError(f"x is on {x.device}, and the layer is on {weight.device}; move one of them")
     if _padded(x.shape[-1]) != weight.shape[1] * TILE:

@@ -2,7 +2,7 @@
 
     linear          x WT + bias, (..., out), on the faster of two paths
     gemm            the same for x (rows, in) on the fused kernel, with the split given
-    dequantize      W, (out, in): exact in float32, rounded once
+    dequantize      W, (out, in): exact in float32, rounded once to the dtype given
     repack_weight   a checkpoint's words in the kernel's layout
     repack_grid     a checkpoint's scales and zeros in the kernel's order
 
@@ -21,11 +21,12 @@ from torch import Tensor
 from .launcher import Launcher, grid_shape, launcher_for, weight_shape, zero_dtype
 
 _LAYER = "Tensor weight, Tensor scale, Tensor zero"
+_SIZES = "int bits, int group_size, int out_features"
 
 SCHEMAS = {
-    "linear": f"(Tensor x, {_LAYER}, Tensor? bias, int bits, int group_size, int out_features) -> Tensor",
-    "gemm": f"(Tensor x, {_LAYER}, Tensor? bias, int bits, int group_size, int out_features, int split) -> Tensor",
-    "dequantize": f"({_LAYER}, int bits, int group_size, int out_features, int in_features) -> Tensor",
+    "linear": f"(Tensor x, {_LAYER}, Tensor? bias, {_SIZES}) -> Tensor",
+    "gemm": f"(Tensor x, {_LAYER}, Tensor? bias, {_SIZES}, int split) -> Tensor",
+    "dequantize": f"({_LAYER}, {_SIZES}, int in_features, ScalarType dtype) -> Tensor",
     "repack_weight": "(Tensor qweight, Tensor? rows, int bits) -> Tensor",
     "repack_grid": "(Tensor scales, Tensor qzeros, int bits, int zero_offset) -> (Tensor, Tensor)",
 }
@@ -43,7 +44,7 @@ def gemm_result(x: Tensor, *layer: Any) -> Tensor:
 
 def dequantize_result(weight: Tensor, scale: Tensor, *layer: Any) -> Tensor:  # noqa: ARG001
     """What `dequantize` returns, without values."""
-    return scale.new_empty(layer[-2:])
+    return scale.new_empty(layer[-3:-1], dtype=layer[-1])
 
 
 def repack_weight_result(qweight: Tensor, rows: Tensor | None, bits: int) -> Tensor:  # noqa: ARG001

@@ -217,6 +217,10 @@ template <> inline uint16_t from_float<BFloat16>(float value) {
     return std::isnan(value) ? 0x7fff : (word + 0x7fff + (word >> 16 & 1)) >> 16;
 }
 
+template <class T> uint32_t pair_from_floats(float low, float high) {
+    return from_float<T>(low) | uint32_t(from_float<T>(high)) << 16;
+}
+
 inline uint32_t and_or(uint32_t word, uint32_t mask, uint32_t bits) { return (word & mask) | bits; }
 
 template <class T> uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {

@@ -7,7 +7,7 @@ struct GemmArguments {
     const uint16_t *x;
     int64_t ldx;
     const uint4 *weight;
-    const uint16_t *scale;
+    const uint16_t *scale; // float16
     const void *zero;
     const uint16_t *bias; // may be null
     uint16_t *y;
@@ -22,7 +22,7 @@ template <int BITS> struct GridWords {
     uint32_t zero[BITS == 8 ? 4 : 2];
 
     // Element 2i + h, for 0 <= i < 4 and 0 <= h < 2.
-    template <class T> DEVICE float scale_at(int i, int h) const { return to_float<T>(uint16_t(scale[i] >> 16 * h)); }
+    DEVICE float scale_at(int i, int h) const { return to_float<Float16>(uint16_t(scale[i] >> 16 * h)); }
     DEVICE float zero_at(int i, int h) const {
         if constexpr (BITS == 8) return float(zero[i] >> 16 * h & 0xffff);
         return float(zero[i / 2 % 2] >> (16 * (i % 2) + 8 * h) & 0xff);

@@ -75,7 +75,7 @@ gemm_narrow(const GemmArguments a) {
             for (int h = 0; h < 2; h++) {
                 constexpr float base = Operands::base, unit = Operands::unit;
                 const float up = float(1 << Operands::place(i, h));
-                const float scale = grid.template scale_at<T>(i, h) * (1 / (unit * up));
+                const float scale = grid.scale_at(i, h) * (1 / (unit * up));
                 const float zero = grid.zero_at(i, h) * (unit * up) + base;
 #pragma unroll
                 for (int m = 0; m < TOKENS; m++)

@@ -111,10 +111,9 @@ GPTQKIT_API int gptqkit_repack_weight(int bits, const int32_t *qweight, const in
     }
 }
 
-GPTQKIT_API int gptqkit_repack_grid(int bits, int dtype, const void *scales, const int32_t *qzeros, int zero_offset,
-                                    void *scale, void *zero, int n, int groups, void *stream) {
+GPTQKIT_API int gptqkit_repack_grid(int bits, const void *scales, const int32_t *qzeros, int zero_offset, void *scale,
+                                    void *zero, int n, int groups, void *stream) {
     if (int error = check_shape(bits, n, 0)) return error;
-    if (int error = check_dtype(dtype)) return error;
     if (groups < 0 || int64_t(n) * bits % 32) return GPTQKIT_BAD_SHAPE;
     if (misaligned(scale, 16) || misaligned(zero, 16)) return GPTQKIT_BAD_ALIGNMENT;
     const int columns = tiles(n) * kTile;
