@@ -74,6 +74,18 @@ def test_float16_scales_are_exact_beside_bfloat16_activations(kernels: Kernels, 
     np.testing.assert_array_equal(kernels.gemm(layer, x), expected)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16])
+def test_long_groups_lose_nothing_where_activations_are_not_centred(kernels: Kernels, bits: int, dtype: int) -> None:
+    # The sums with codes and with zeros are far larger than their difference; what is lost must vanish in y's rounding.
+    k = 28672
+    layer = Layer(kernels, bits=bits, dtype=dtype, n=32, k=k, group=k, zeros=1 << bits - 1)
+    x = aligned((3, k), np.uint16, to_bits(np.random.default_rng(0).standard_normal((3, k)) + 1, dtype))
+    exact = from_bits(x, dtype).astype(np.float64) @ layer.exact.T
+    errors = [np.linalg.norm(from_bits(y, dtype) - exact) for y in (kernels.gemm(layer, x), to_bits(exact, dtype))]
+    assert errors[0] < LARGEST_ERROR * errors[1]
+
+
 @pytest.mark.parametrize("m", [3, 16, 20])
 def test_rows_of_x_may_lie_apart(kernels: Kernels, m: int) -> None:
     layer = Layer(kernels, bits=4, dtype=FLOAT16, n=64, k=96, group=32)
