@@ -56,7 +56,8 @@ class CudaLinear(QuantLinear):
         """The layer's output, (..., out) in the dtype of `x`, which is (..., in) in that of the bias."""
         own = self._buffers  # attributes of a module cost a microsecond each
         layer = (own["weight"], own["scale"], own["zero"], own["order"], own["bias"])
-        return product(x, *layer, self.bits, self.group_size, self.out_features)  # type: ignore[arg-type]
+        sizes = (self.bits, self.group_size, self.out_features, self.in_features)
+        return product(x, *layer, *sizes)  # type: ignore[arg-type]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move as every module does, but keep the scales' dtype: `model.to(dtype)` must not round the weights."""

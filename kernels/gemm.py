@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import ShapeError
 from . import ops  # noqa: F401  (defines torch.ops.gptqkit)
-from .launcher import DTYPES
+from .operands import DTYPES
 from .packed import PackedWeight
 
 _STEP = 16
@@ -25,7 +26,7 @@ class RepackedWeight:
     Attributes:
         weight: Codes, int32 (tiles of 64 outputs, tiles of 64 inputs, bits, 32, 4), padded with 0.
         scale: (groups, out padded to 64) float16, whatever dtype the activations have.
-        zero: Like `scale`: uint8, or int16 at 8 bits.
+        zero: In the same order: uint8, two to a byte at 2 and 3 bits, or int16 at 8 bits.
         order: For act-order, the inputs in the order that the codes have, int32 (in,); else None.
         bits: Bits per code.
         group_size: Columns per group, in that order.
@@ -65,7 +66,7 @@ def matmul(x: Tensor, weight: RepackedWeight, bias: Tensor | None = None) -> Ten
     Differentiable in x, by way of the dense weight.
     """
     layer = (weight.weight, weight.scale, weight.zero, weight.order)
-    return product(x, *layer, bias, weight.bits, weight.group_size, weight.out_features)
+    return product(x, *layer, bias, weight.bits, weight.group_size, weight.out_features, weight.in_features)
 
 
 def product(
@@ -78,11 +79,18 @@ def product(
     bits: int,
     group_size: int,
     out_features: int,
+    in_features: int,
 ) -> Tensor:
-    """What `matmul` returns, for a layer given by its tensors and sizes."""
+    """What `matmul` returns, for a layer given by its tensors and sizes.
+
+    Raises:
+        ShapeError: x or the tensors do not fit the sizes.
+    """
+    if x.shape[-1] != in_features:
+        raise ShapeError(f"x has {x.shape[-1]} columns, and the layer takes {in_features}; it belongs to another layer")
     ordered = x if order is None else x.index_select(-1, order)
     if x.requires_grad and torch.is_grad_enabled():
-        dense = torch.ops.gptqkit.dequantize(weight, scale, zero, bits, group_size, out_features, x.shape[-1], x.dtype)
+        dense = torch.ops.gptqkit.dequantize(weight, scale, zero, bits, group_size, out_features, in_features, x.dtype)
         return torch.nn.functional.linear(ordered, dense, bias)
     y: Tensor = _linear(ordered, weight, scale, zero, bias, bits, group_size, out_features)
     return y

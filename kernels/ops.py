@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .launcher import Launcher, grid_shape, launcher_for, weight_shape, zero_dtype
+from .launcher import Launcher, launcher_for
+from .operands import Form, scale_form, weight_form, zero_form
 
 _LAYER = "Tensor weight, Tensor scale, Tensor zero"
 _SIZES = "int bits, int group_size, int out_features"
@@ -49,13 +50,19 @@ def dequantize_result(weight: Tensor, scale: Tensor, *layer: Any) -> Tensor:  # 
 
 def repack_weight_result(qweight: Tensor, rows: Tensor | None, bits: int) -> Tensor:  # noqa: ARG001
     """What `repack_weight` returns, without values."""
-    return qweight.new_empty(weight_shape(qweight.shape[1], qweight.shape[0] * 32 // bits, bits))
+    return _without_values(qweight, weight_form(qweight.shape[1], qweight.shape[0] * 32 // bits, bits))
 
 
 def repack_grid_result(scales: Tensor, qzeros: Tensor, bits: int, zero_offset: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     """What `repack_grid` returns, without values."""
-    shape = grid_shape(*scales.shape)
-    return scales.new_empty(shape), scales.new_empty(shape, dtype=zero_dtype(bits))
+    groups, outputs = scales.shape
+    scale, zero = scale_form(groups, outputs), zero_form(groups, outputs, bits)
+    return _without_values(scales, scale), _without_values(scales, zero)
+
+
+def _without_values(beside: Tensor, form: Form) -> Tensor:
+    dtype, shape = form
+    return beside.new_empty(shape, dtype=dtype)
 
 
 FAKES: dict[str, Callable[..., Any]] = {

@@ -10,8 +10,9 @@
 // Repacked form. Columns go in tiles of 64, inputs in steps of 16, four of which make one unit of 64 x 64 codes.
 //     weight  uint32 [ceil(N/64)][ceil(K/64)][bits][32][4]     what each lane of a warp reads, see layout.cuh
 //     scale   float16 [G][ceil(N/64) * 64]                     column 16i + 8h + c of a tile is at 8c + 2i + h
-//     zero    [G][ceil(N/64) * 64], in the same order          uint8 at 2, 3 and 4 bits, uint16 at 8 bits, so that
-//                                                              every zero from 0 to 2^bits is exact
+//     zero    [G][ceil(N/64) * 64], in the same order          nibbles at 2 and 3 bits (two per byte, the first low),
+//                                                              uint8 at 4 bits, uint16 at 8 bits, so that every zero
+//                                                              from 0 to 2^bits is exact
 // Padded codes, scales and zeros are 0.
 //
 // Every function that returns int returns 0 or an error code, whose text gptqkit_error gives: negative codes are ours,

@@ -47,7 +47,8 @@ template <class T, int BITS> KERNEL(kWarps *kLanes, 1) dequantize(DequantizeArgu
                 const int row = tile * kTile + 16 * i + 8 * h + lane / 4 - a.first;
                 if (row < 0 || row >= a.count) continue;
                 const float scale = to_float<Float16>(load_constant(a.scale + grid + 2 * i + h));
-                const float zero = load_constant(static_cast<const Zero<BITS> *>(a.zero) + grid + 2 * i + h);
+                const auto *const zeros = static_cast<const ZeroPair<BITS> *>(a.zero) + grid / 2;
+                const float zero = float(zero_of<BITS>(load_constant(zeros + i), h));
                 uint32_t out[2];
 #pragma unroll
                 for (int r = 0; r < 2; r++) {

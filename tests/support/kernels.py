@@ -79,7 +79,7 @@ class Kernels:
 
     def repack_grid(self, bits, scales, qzeros, zero_offset, n, groups):
         scale = aligned((groups, tiles(n) * 64), np.uint16, 0xAAAA)
-        zero = aligned((groups, tiles(n) * 64), np.uint16 if bits == 8 else np.uint8, 0xAA)
+        zero = aligned((groups, tiles(n) * (32 if bits < 4 else 64)), np.uint16 if bits == 8 else np.uint8, 0xAA)
         self.call("gptqkit_repack_grid", bits, scales, qzeros, zero_offset, scale, zero, n, groups, None)
         return scale, zero
 
