@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +74,10 @@ class QuantizedWeight:
         index = self.group_index.long()
         value = (self.codes.to(torch.int16) - self.zero[:, index]).float() * self.scale.float()[:, index]
         return value.to(dtype)
+
+    def rows(self, rows: slice) -> QuantizedWeight:
+        """Some of its rows: rows are quantized each by itself, so codes, scales and zeros stay what they are."""
+        return dataclasses.replace(self, codes=self.codes[rows], scale=self.scale[rows], zero=self.zero[rows])
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """The same weight with its tensors on `device`."""
