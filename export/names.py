@@ -170,7 +170,10 @@ class StoredNames:
         for stored, tensor in self._revert_each(tags).items():
             first, last = int(tensor.min()) // _OWNER, int(tensor.max()) // _OWNER
             if first == last:
-                so_far, part = found[parameters[first]], self._part(stored, parameters[first], tensor.flatten() % _OWNER)
+                so_far, part = (
+                    found[parameters[first]],
+                    self._part(stored, parameters[first], tensor.flatten() % _OWNER),
+                )
                 found[parameters[first]] = None if so_far is None or part is None else [*so_far, part]
             else:
                 owners = [parameters[owner] for owner in (tensor // _OWNER).unique().tolist()]

@@ -82,14 +82,7 @@ class Job:
                 file = self.file(stream, step.layer + 1)
                 states.save(file)
                 files[stream] = file.name
-        weights: dict[str, QuantizedWeight] = {}
-        others: dict[str, Tensor] = {}
-        for name, tensor in self._source.tensors(step.layer):
-            module = self._source.parameter(name).removesuffix(".weight")
-            if module in step.weights:
-                weights[name.removesuffix(".weight")] = step.weights[module]
-            elif step.layer is not None:
-                others[name] = tensor
+        weights, others = self._as_stored(step)
         record = {
             "layer": step.layer,
             "reports": [dataclasses.asdict(report) for report in step.reports],
@@ -105,6 +98,26 @@ class Job:
             for file in self.work.path.glob(f"{stream}-*.bin"):
                 if file.name != files[stream]:
                     file.unlink()
+
+    def _as_stored(self, step: Step) -> tuple[dict[str, QuantizedWeight], dict[str, Tensor]]:
+        """The quantized weights and the other tensors of a finished part under their names in the checkpoint."""
+        names = self._source.names
+        solved = {f"{name}.weight": weight for name, weight in step.weights.items()}
+        weights: dict[str, QuantizedWeight] = {}
+        others: dict[str, Tensor] = {}
+        for stored, tensor in self._source.tensors(step.layer):
+            shares = names.shares(stored)
+            if solved.keys().isdisjoint(shares):
+                if step.layer is not None:
+                    others[stored] = tensor
+                continue
+            for parameter in shares:
+                for part in names.parts(parameter):
+                    if parameter in solved:
+                        weights[part.module] = solved[parameter]
+                    else:  # one stored tensor became several parameters, not all of them quantized
+                        others[part.name] = self._source.model.get_parameter(parameter).detach().to(tensor.dtype)
+        return weights, others
 
     def keep_the_rest(self) -> None:
         """Write what stands outside the blocks and is not quantized, as it is in the source."""

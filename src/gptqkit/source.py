@@ -17,15 +17,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    convert_and_load_state_dict_in_model,
-    rename_source_key,
-)
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from .errors import CheckpointError
+from .export.names import StoredNames
 from .export.shards import PICKLES, Shards, some
 from .loading import _explain, _without_bars
 from .quantizer.modules import find_blocks, is_tied, output_layer
@@ -41,18 +37,17 @@ class FloatModel(Protocol):
     Attributes:
         model: The transformers model; its weights may be on the meta device.
         weights: Brings the weights of a part to the device for a while.
+        names: What the tensors are called in files.
         carried: Names of stored tensors that the model has no place for.
     """
 
     model: PreTrainedModel
     weights: Weights
+    names: StoredNames
     carried: list[str]
 
     def tensors(self, part: int | None) -> Iterator[tuple[str, Tensor]]:
         """The stored tensors of a part by name, as they are in the source; tied tensors once."""
-
-    def parameter(self, name: str) -> str:
-        """The name in the model of what is stored as `name`."""
 
     def identity(self) -> dict[str, Any]:
         """What tells this model from others, as plain values for JSON."""
@@ -71,20 +66,19 @@ class LoadedModel:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.weights: Weights = InMemory(model)
+        self.names = StoredNames(model)
         self.carried: list[str] = []
         self._prefix = find_blocks(model)[0]
 
     def tensors(self, part: int | None) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a part by name; tied tensors once."""
         seen: set[int] = set()
+        chosen = {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if id(tensor) not in seen and part_of(name, self._prefix) == part:
-                yield name, tensor.detach()
+                chosen[name] = tensor.detach()
             seen.add(id(tensor))
-
-    def parameter(self, name: str) -> str:
-        """The name itself."""
-        return name
+        yield from self.names.revert(chosen).items()
 
     def identity(self) -> dict[str, Any]:
         """Architecture, and a digest of names, shapes and some numbers of every tensor."""
@@ -129,11 +123,11 @@ class StoredModel:
         self._code = trust_remote_code
         self._where = Shards.open(self.path, None).where
         self._prefix, self._blocks = find_blocks(self.model)
-        self._mapping = get_model_conversion_mapping(self.model)
-        known = self.model.state_dict()
-        self._parameter = {name: self._find(name, known) for name in self._where}
-        self.carried = [name for name, found in self._parameter.items() if found not in known]
-        missing = set(known) - set(self._parameter.values()) - self._made_elsewhere()
+        self.names = StoredNames(self.model, self._where)
+        self._shares = {name: self.names.shares(name) for name in self._where}
+        self.carried = [name for name, found in self._shares.items() if not found]
+        found = {parameter for shares in self._shares.values() for parameter in shares}
+        missing = set(self.model.state_dict()) - found - self._made_elsewhere()
         if missing:
             raise CheckpointError(f"{path_or_id} lacks {some(sorted(missing))}; fetch its files again")
 
@@ -146,30 +140,27 @@ class StoredModel:
             name for name, tensor in self.model.named_parameters(remove_duplicate=False) if id(tensor) not in left
         }
         wanted |= {name for name, _ in self.model.named_buffers() if part_of(name, self._prefix) is None}
-        chosen = [name for name, parameter in self._parameter.items() if parameter in wanted]
+        chosen = [name for name, found in self._shares.items() if not wanted.isdisjoint(found)]
         return self._resident(self.model, chosen, device, dtype, leave=aside)
 
     def block(self, layer: int, device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
         """The weights of one block."""
-        chosen = [name for name, found in self._parameter.items() if part_of(found, self._prefix) == layer]
+        chosen = [name for name in self._where if self._part(name) == layer]
         return self._resident(self._blocks[layer], chosen, device, dtype)
 
     def head(self, device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
         """The weights of the output layer."""
         output = output_layer(self.model)
-        prefix = next((f"{name}." for name, module in self.model.named_modules() if module is output), None)
-        chosen = [name for name, found in self._parameter.items() if prefix and found.startswith(prefix)]
+        own = {id(tensor) for tensor in output.parameters()} if output is not None else set()
+        wanted = {name for name, tensor in self.model.named_parameters() if id(tensor) in own}
+        chosen = [name for name, found in self._shares.items() if not wanted.isdisjoint(found)]
         return self._resident(output or nn.Module(), chosen, device, dtype)
 
     def tensors(self, part: int | None) -> Iterator[tuple[str, Tensor]]:
         """The stored tensors of a part by name, as they are in the files."""
         for name in self._where:
-            if self._part(self._parameter[name]) == part:
+            if self._part(name) == part:
                 yield name, self._read(name)
-
-    def parameter(self, name: str) -> str:
-        """The name in the model of what is stored as `name`."""
-        return self._parameter[name]
 
     def identity(self) -> dict[str, Any]:
         """config.json, and per file of weights its size and a digest of its header and of pieces of its data."""
@@ -181,10 +172,9 @@ class StoredModel:
         """Copy what belongs to the model beside its weights, but for what is there already and for code."""
         _copy_files(self.path, directory, code=self._code)
 
-    def _part(self, parameter: str) -> int | None:
-        """Blocks that are stored beyond those of the model are carried over with the rest."""
-        layer = part_of(parameter, self._prefix)
-        return layer if layer is not None and layer < len(self._blocks) else None
+    def _part(self, name: str) -> int | None:
+        """The part that a stored tensor belongs to."""
+        return part_of(self._shares[name][0], self._prefix) if self._shares[name] else None
 
     def _read(self, name: str) -> Tensor:
         with self._open(self._where[name]) as file:
@@ -197,15 +187,6 @@ class StoredModel:
             return safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} is damaged, cut off or gone ({error}); fetch it again") from error
-
-    def _find(self, name: str, known: dict[str, Any]) -> str:
-        """As in transformers' convert_and_load_state_dict_in_model."""
-        renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
-        found: str = rename_source_key(name, renamings, converters, self.model.base_model_prefix, known)[0]
-        if found not in known and name in known:
-            return name
-        return found
 
     def _made_elsewhere(self) -> set[str]:
         """Names in the model that need not be in the files."""
@@ -258,7 +239,7 @@ class StoredModel:
             dtype=self._dtype,
             dtype_plan=self.model._get_dtype_plan(self._dtype),
             device_map={"": device},
-            weight_mapping=self._mapping,
+            weight_mapping=get_model_conversion_mapping(self.model),
         )
         found, _ = convert_and_load_state_dict_in_model(self.model, state, settings)
         wrong = [*found.mismatched_keys, *found.error_msgs, *found.conversion_errors]
