@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ShapeError
 
 Place = Literal["device", "memory", "disk"]
 PLACES: tuple[Place, ...] = get_args(Place)
@@ -62,7 +62,16 @@ class HiddenStates:
         return self._from_file(samples).to(self.device)
 
     def write(self, samples: range, states: Tensor) -> None:
-        """Put the states of some samples in the place of what is there."""
+        """Put the states of some samples in the place of what is there.
+
+        Raises:
+            ShapeError: Another dtype, or another shape per sample.
+        """
+        if states.dtype != self.dtype or states.shape != (len(samples), *self.shape):
+            raise ShapeError(
+                f"hidden states are {states.dtype} {tuple(states.shape)}; those of {len(samples)} samples that entered "
+                f"the first block were {self.dtype} {(len(samples), *self.shape)}"
+            )
         if self._held is not None:
             self._held[self._local(samples)] = states.to(self._held.device)
         elif self.file is not None:
@@ -115,13 +124,16 @@ class _opened:  # noqa: N801 - reads as a statement
     """A file descriptor that closes itself."""
 
     def __init__(self, file: Path, flags: int) -> None:
+        self._file = file
         self._descriptor = os.open(file, flags, 0o644)
 
     def __enter__(self) -> int:
         return self._descriptor
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         os.close(self._descriptor)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(self._file)  # a full disk, say, does not tell of which file
 
 
 def _write(descriptor: int, states: Tensor, offset: int) -> None:

@@ -118,6 +118,7 @@ class StoredModel:
                 )
             if (self.path / "generation_config.json").exists() and self.model.can_generate():
                 self.model.generation_config = GenerationConfig.from_pretrained(self.path)
+        self.model.tie_weights()
         self.model.eval().requires_grad_(False)
         self.weights: Weights = self
         self._code = trust_remote_code
