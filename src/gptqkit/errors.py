@@ -11,7 +11,8 @@ GptqkitError
 ├── CheckpointError (ValueError)         files that are damaged, contradictory or of an unknown format
 ├── ConversionError (ValueError)         a checkpoint that the target format cannot hold
 ├── OutputExistsError (FileExistsError)  the target of a write is there already
-└── BackendError (RuntimeError)          a kernel backend that cannot serve a layer
+├── BackendError (RuntimeError)          a kernel backend that cannot serve a layer
+└── RankError (RuntimeError)             several processes of which one died, failed or does not fit the others
 """
 
 
@@ -61,3 +62,7 @@ class OutputExistsError(GptqkitError, FileExistsError):
 
 class BackendError(GptqkitError, RuntimeError):
     """A kernel backend that cannot serve a layer."""
+
+
+class RankError(GptqkitError, RuntimeError):
+    """Several processes of which one died, failed or does not fit the others."""
