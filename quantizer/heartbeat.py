@@ -9,8 +9,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-
 from ..errors import RankError
+
+_ADVICE = "; all ranks stop. Finished blocks are kept: resume the job, with any number of ranks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,8 @@ class Heartbeat:
         self._changed = dict.fromkeys(range(size), 0.0)
         self._answered = time.monotonic()
         self._failure: str | None = None
-        self._known = threading.Event()
         self._stopped = threading.Event()
+        self._wake = threading.Event()  # set when stopped or failed
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._beat, self._guard)]
 
     def start(self) -> None:
@@ -74,14 +75,16 @@ class Heartbeat:
                     f"{_ranks(missing)} of {self._size} did not join within {self._patience.joining:g} seconds; look "
                     "at the output of that process, and whether it can reach MASTER_ADDR"
                 )
-            self._known.wait(self._patience.beat / 10)
+            self._wake.wait(self._patience.beat / 10)
 
     def stop(self) -> None:
-        """End the threads: this rank neither beats nor listens any more."""
+        """End the threads: this rank neither beats nor listens any more. May be called again."""
         self._stopped.set()
-        self._known.set()  # wakes the guard
+        self._wake.set()
         for thread in self._threads:
             thread.join(self._patience.grace)
+        if self._failure is not None and self._rank == 0:
+            time.sleep(2 * self._patience.beat)  # this process may hold the store that others learn the reason from
 
     def check(self) -> None:
         """Nothing, as long as all is well.
@@ -93,42 +96,36 @@ class Heartbeat:
             raise RankError(self._failure)
 
     def announce(self, error: BaseException) -> None:
-        """Tell all others that this rank fails, and why, unless it fails because another one did."""
+        """Tell all others that this rank fails, and why, unless a failure is known already."""
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        try:
-            if self._failure is None and not self._store.check(["failure"]):
-                self._store.set("failure", self._advice(f"rank {self._rank} of {self._size} failed ({text})"))
-        except RuntimeError:  # the store went first, which the others notice by themselves
-            return
+        self._fail(f"rank {self._rank} of {self._size} failed ({text})")
 
-    def broken(self, error: BaseException) -> RankError:
-        """The error to raise for a connection that broke, once it is known whose it was or nobody could tell.
+    def broken(self) -> RankError:
+        """The error to raise for a connection that broke, as soon as it is known whose, or that nobody can tell.
 
-        A rank that was killed has stopped beating, and does so visibly within a few beats.
+        A rank that was killed does not beat any more, which shows within a few beats.
         """
         since = time.monotonic()
-        if not self._known.wait(3 * self._patience.beat):
+        if not self._wake.wait(5 * self._patience.beat):
             rank, changed = min(self._changed.items(), key=lambda item: item[1])
-            silent = rank != self._rank and changed < since + self._patience.beat / 2
-            who = f"rank {rank} of {self._size} died" if silent else "another rank is gone"
-            self._fail(self._advice(f"{who}: the connection to it broke ({' '.join(str(error).split())[:100]})"))
+            died = changed < since + 2 * self._patience.beat
+            self._fail(f"{f'rank {rank} of {self._size}' if died else 'some rank'} died: the connection to it broke")
         return RankError(self._failure)
 
-    def _advice(self, what: str) -> str:
-        return f"{what}; all ranks stop. Finished blocks are kept: resume the job, with any number of ranks"
-
-    def _fail(self, text: str) -> None:
+    def _fail(self, what: str, advice: str = _ADVICE) -> None:
         if self._failure is None:
-            self._failure = text
-        self._known.set()
+            self._failure = what + advice
+        self._wake.set()
 
     def _beat(self) -> None:
-        while not self._stopped.is_set() and self._failure is None:
-            try:
+        try:
+            while not self._stopped.is_set() and self._failure is None:
                 self._round()
-            except RuntimeError as error:  # torch.distributed's errors are RuntimeErrors
-                self._fail(self._advice(f"the store of the job, at rank 0's machine, is gone ({str(error)[:100]})"))
-            self._stopped.wait(self._patience.beat)
+                self._wake.wait(self._patience.beat)
+            if self._failure is not None and not self._store.check(["failure"]):
+                self._store.set("failure", self._failure)
+        except RuntimeError as error:  # torch.distributed's errors are RuntimeErrors
+            self._fail(f"the store of the job, on rank 0's machine, is gone ({str(error)[:120]})")
 
     def _round(self) -> None:
         """Beat once, read everybody's beats and failures."""
@@ -140,21 +137,19 @@ class Heartbeat:
                 self._changed[rank] = time.monotonic()
         now = self._answered = time.monotonic()
         if self._store.check(["failure"]):
-            self._fail(self._store.get("failure").decode())
+            self._fail(self._store.get("failure").decode(), advice="")
         for rank, count in self._beats.items():
             silence = now - self._changed[rank]
             if count and silence > self._patience.silence:
-                self._fail(
-                    self._advice(f"rank {rank} of {self._size} has shown no sign of life for {silence:.0f} seconds")
-                )
+                self._fail(f"rank {rank} of {self._size} has shown no sign of life for {silence:.0f} seconds")
 
     def _guard(self) -> None:
         """End the process where the store does not answer, or where the main thread does not stop by itself."""
-        while not self._known.wait(self._patience.beat):
+        while not self._wake.wait(self._patience.beat):
             if self._stopped.is_set():
                 return
             if time.monotonic() - self._answered > self._patience.silence:
-                self._fail(self._advice("the store of the job, at rank 0's machine, does not answer"))
+                self._fail("the store of the job, on rank 0's machine, does not answer")
         if not self._stopped.wait(self._patience.grace):
             sys.stderr.write(f"gptqkit: error: {self._failure}\n")
             sys.stderr.flush()

@@ -102,13 +102,18 @@ class Ranks:
             heartbeat = Heartbeat(_own_store(rank), rank, size, patience)
             ranks = cls(rank, size, device, heartbeat)
             try:
-                heartbeat.start()
-                with ranks._own_groups():
+                try:
+                    heartbeat.start()
+                    ranks._open_groups()
                     yield ranks
                     ranks.barrier()  # until all are done, all are watched
-            except BaseException as error:
-                heartbeat.announce(error)
-                raise
+                    heartbeat.stop()
+                    ranks.barrier()  # nobody asks the store any more
+                except BaseException as error:
+                    heartbeat.announce(error)
+                    raise
+                finally:
+                    ranks._close_groups()
             finally:
                 heartbeat.stop()
 
@@ -184,20 +189,19 @@ class Ranks:
         except RankError:  # by SIGTERM
             raise
         except RuntimeError as error:  # all that torch.distributed raises; messages differ with backend and version
-            raise self._heartbeat.broken(error) from error
+            raise self._heartbeat.broken() from error
 
-    @contextmanager
-    def _own_groups(self) -> Iterator[None]:
-        """Groups for our collectives alone; torn down while the heartbeat still watches, because nccl may hang."""
+    def _open_groups(self) -> None:
+        """Make groups for our collectives alone."""
         with self._collective():
             self._groups["cpu"] = dist.new_group(backend="gloo", timeout=_ENDLESS)
             if self.device.type == "cuda":
                 self._groups["cuda"] = dist.new_group(backend="nccl", timeout=_ENDLESS)
-        try:
-            yield
-        finally:
-            while self._groups:
-                dist.destroy_process_group(self._groups.popitem()[1])
+
+    def _close_groups(self) -> None:
+        """Take them down; still watched, because nccl may hang where a rank is gone."""
+        while self._groups:
+            dist.destroy_process_group(self._groups.popitem()[1])
 
 
 def share_of(rank: int, size: int, count: int, step: int) -> range:
@@ -254,8 +258,8 @@ def _sigterm_raises(ours: bool) -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         raise RankError(
-            "stopped by SIGTERM: the launcher ends all ranks when one has failed, or the job was cancelled; finished "
-            "blocks are kept: resume the job, with any number of ranks"
+            "stopped by SIGTERM, with which launchers end all ranks when one has failed; resume the job, with any "
+            "number of ranks"
         )
 
     main = threading.current_thread() is threading.main_thread()

@@ -142,9 +142,7 @@ def _tensors(part: Solved) -> list[Tensor]:
 
 def _describe(mine: dict[int, Solved]) -> dict[int, Solved]:
     """The same without storage: what fits into a small message."""
-    return {
-        index: _with_tensors(part, (tensor.to("meta") for tensor in _tensors(part))) for index, part in mine.items()
-    }
+    return {key: _with_tensors(part, (tensor.to("meta") for tensor in _tensors(part))) for key, part in mine.items()}
 
 
 def _hand_round(ranks: Ranks, source: int, part: Solved | None, described: Solved) -> Solved:
