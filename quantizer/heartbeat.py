@@ -124,8 +124,8 @@ class Heartbeat:
                 self._wake.wait(self._patience.beat)
             if self._failure is not None and not self._store.check(["failure"]):
                 self._store.set("failure", self._failure)
-        except RuntimeError as error:  # torch.distributed's errors are RuntimeErrors
-            self._fail(f"the store of the job, on rank 0's machine, is gone ({str(error)[:120]})")
+        except RuntimeError:  # torch.distributed's errors are RuntimeErrors
+            self._fail("rank 0, or the launcher on its machine, died: the job's store is gone")
 
     def _round(self) -> None:
         """Beat once, read everybody's beats and failures."""
@@ -149,7 +149,7 @@ class Heartbeat:
             if self._stopped.is_set():
                 return
             if time.monotonic() - self._answered > self._patience.silence:
-                self._fail("the store of the job, on rank 0's machine, does not answer")
+                self._fail("rank 0, or the launcher on its machine, is silent: the job's store does not answer")
         if not self._stopped.wait(self._patience.grace):
             sys.stderr.write(f"gptqkit: error: {self._failure}\n")
             sys.stderr.flush()

@@ -133,6 +133,12 @@ def test_a_killed_rank_stops_the_others(jobs):
         assert "resume" in rank.stderr
 
 
+def test_the_death_of_rank_0_stops_the_others(jobs):
+    """The store of the job dies with it; torch complains first."""
+    assert [rank.code for rank in jobs.killed_first] == [-9, 1]
+    assert jobs.killed_first[1].stderr.splitlines()[-1].startswith("gptqkit: error: rank 0, or the launcher")
+
+
 def test_a_rank_that_fails_stops_the_others_and_says_why(jobs):
     waiting, failed, busy = jobs.failed
     assert "ValueError: a matrix that\ncannot be solved" in failed.stderr

@@ -127,6 +127,14 @@ def killed(_):
         ranks.barrier()
 
 
+def killed_first(_):
+    """Rank 0 holds the store of the job."""
+    with Ranks.join("cpu", patience=IMPATIENT) as ranks:
+        if ranks.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+
 def failed(_):
     with Ranks.join("cpu", patience=IMPATIENT) as ranks:
         if ranks.rank == 1:
@@ -185,6 +193,7 @@ JOBS = {
     "work": (work, 3),
     "inside_a_group": (inside_a_group, 2),
     "killed": (killed, 3),
+    "killed_first": (killed_first, 2),
     "failed": (failed, 3),
     "frozen": (frozen, 2),
     "patient": (patient, 2),
