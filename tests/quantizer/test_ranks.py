@@ -213,3 +213,20 @@ def test_a_launcher_that_does_not_say_where_to_meet(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(RankError, match=r"rank 0 of 2 got no contact.*MASTER_ADDR.*torchrun"), Ranks.join("cpu"):
         pass
+
+
+def test_every_rank_takes_its_own_gpu(monkeypatch):
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    with Ranks.join("cuda") as ranks:
+        assert ranks.device == torch.device("cuda", 1)
+    assert chosen == [1]
+    with pytest.raises(RankError, match="each takes its own GPU; give 'cuda'"), Ranks.join("cuda:0"):
+        pass
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(RankError, match="local rank 1 of a machine with 1 GPUs"), Ranks.join("cuda"):
+        pass
