@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -26,20 +26,21 @@ class CalibrationBatches:
         windows: All calibration tokens.
         batch_size: Samples per batch, at most; it is halved where memory runs out.
         device: Where the batches are wanted.
-        samples: The samples that this process works on; all by default.
+
+    Attributes:
+        samples: The samples that this process works on; at first all.
+        counts: (samples,) bool, False for samples left out.
 
     Raises:
         ConfigError: `batch_size` is not positive.
     """
 
-    def __init__(
-        self, windows: TokenWindows, batch_size: int, device: torch.device, samples: range | None = None
-    ) -> None:
+    def __init__(self, windows: TokenWindows, batch_size: int, device: torch.device) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size}; it must be positive")
         self.device = device
         self.batch_size = batch_size
-        self.samples = range(len(windows.input_ids)) if samples is None else samples
+        self.samples = range(len(windows.input_ids))
         self.counts = torch.ones(len(windows.input_ids), dtype=torch.bool)
         self._windows = windows
 
@@ -101,8 +102,7 @@ class CalibrationBatches:
         """Add what one batch feeds one module to its statistics, padding and excluded samples masked out.
 
         Raises:
-            NonFiniteError: NaN or infinity in a sample that counts, unless `skip`, which excludes it from here on; or
-                none is left.
+            NonFiniteError: NaN or infinity in a sample that counts, unless `skip`, which excludes it from here on.
             ArchitectureError: Padding, and inputs whose rows are not the tokens of the batch.
         """
         mask = self._token_mask(samples)
@@ -121,19 +121,13 @@ class CalibrationBatches:
                 broken |= ~torch.isfinite(stream.reshape(*mask.shape, -1)).all(-1)
             bad = (broken & mask).any(1).cpu()
             if bool(bad.any()):
-                where = "the output layer" if layer is None else f"block {layer}"
                 if not skip:
                     raise NonFiniteError(
-                        f"NaN or infinity in the inputs of {module}, {where}, calibration sample "
+                        f"NaN or infinity in the inputs of {module}, {_where(layer)}, calibration sample "
                         f"{samples.start + int(bad.nonzero()[0])}; "
                         "check the model in this dtype, or set skip_nonfinite=True to leave such samples out"
                     )
                 self.counts[samples.start : samples.stop] &= ~bad
-                if not self.counts.any():
-                    raise NonFiniteError(
-                        f"NaN or infinity in every calibration sample: none is left at the inputs of {module}, "
-                        f"{where}; check the model in this dtype"
-                    )
                 mask = self._token_mask(samples)
                 everything = False
         chosen = [stream.reshape(-1, stream.shape[-1]) for stream in streams]
@@ -141,9 +135,31 @@ class CalibrationBatches:
             chosen = [stream[mask.flatten()] for stream in chosen]
         statistics.update(*chosen)
 
+    def settle(self, counts: Sequence[Tensor], *, layer: int | None, module: str) -> None:
+        """Leave out what any process left out.
+
+        Args:
+            counts: `counts` of all processes.
+            layer: For messages.
+            module: For messages.
+
+        Raises:
+            NonFiniteError: No sample is left.
+        """
+        self.counts = torch.stack(list(counts)).all(0)
+        if not self.counts.any():
+            raise NonFiniteError(
+                f"NaN or infinity in every calibration sample: none is left at the inputs of {module}, "
+                f"{_where(layer)}; check the model in this dtype"
+            )
+
     def _token_mask(self, samples: range) -> Tensor:
         """(samples, length) bool on the device: tokens that are neither padding nor in an excluded sample."""
         rows = slice(samples.start, samples.stop)
         counts = self.counts[rows, None].expand(-1, self._windows.input_ids.shape[1])
         mask = self._windows.attention_mask
         return (counts if mask is None else counts & mask[rows]).to(self.device)
+
+
+def _where(layer: int | None) -> str:
+    return "the output layer" if layer is None else f"block {layer}"

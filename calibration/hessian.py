@@ -11,12 +11,15 @@ from torch import Tensor
 
 from ..errors import CalibrationError, ShapeError
 
+_SLAB = 1024  # rows of a product made at once where it cannot be added in place
+
 
 class InputStatistics:
     """Running sums over tokens of x xT and, for GPTAQ, of (x_float - x) xT.
 
-    One instance serves all modules that receive the same tensor. Sums are float32 with TF32 off; nothing but the sums
-    is kept.
+    One instance serves all modules that receive the same tensor. Products of a batch are float32 with TF32 off; nothing
+    but the sums is kept. These are float64, so that the products of batches are added nearly always without rounding,
+    and their order, or who added which, does not show.
 
     Args:
         columns: Input features of the modules.
@@ -26,8 +29,13 @@ class InputStatistics:
 
     def __init__(self, columns: int, device: torch.device, *, cross: bool = False) -> None:
         self.tokens = 0
-        self._hessian = torch.zeros(columns, columns, device=device)
-        self._cross = torch.zeros(columns, columns, device=device) if cross else None
+        self._hessian = torch.zeros(columns, columns, device=device, dtype=torch.float64)
+        self._cross = torch.zeros_like(self._hessian) if cross else None
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """The sums themselves, (in, in) each: of H, then of C where asked for. Whoever changes them sets `tokens`."""
+        return [self._hessian] if self._cross is None else [self._hessian, self._cross]
 
     def update(self, inputs: Tensor, float_inputs: Tensor | None = None) -> None:
         """Add a batch of tokens.
@@ -50,23 +58,29 @@ class InputStatistics:
             )
         x = inputs.float()
         with full_float32():
-            self._hessian.addmm_(x.T, x)
+            _add_product(self._hessian, x, x)
             if self._cross is not None and float_inputs is not None:
-                self._cross.addmm_((float_inputs.float() - x).T, x)
+                _add_product(self._cross, float_inputs.float() - x, x)
         self.tokens += x.shape[0]
 
     def hessian(self) -> Tensor:
         """H = mean over tokens of x xT, (in, in) float32."""
-        return self._hessian / self._count()
+        return self._mean(self._hessian)
 
     def cross(self) -> Tensor | None:
         """C = mean over tokens of (x~ - x) xT, (in, in) float32 (arXiv 2504.02692, dXXT); None where not asked for."""
-        return None if self._cross is None else self._cross / self._count()
+        return None if self._cross is None else self._mean(self._cross)
 
-    def _count(self) -> int:
+    def _mean(self, total: Tensor) -> Tensor:
         if self.tokens == 0:
             raise CalibrationError("no calibration token reached this module; give more or other calibration text")
-        return self.tokens
+        return total.to(torch.float32, copy=True).div_(self.tokens)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add aT b, computed in float32 from (tokens, in) each, to `total`, (in, in) float64, some rows at a time."""
+    for rows, columns in zip(torch.split(total, _SLAB), torch.split(a, _SLAB, dim=1), strict=True):
+        rows += columns.T @ b
 
 
 @contextmanager

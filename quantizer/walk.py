@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,9 @@ from .config import QuantizeConfig
 from .journal import Journal, Resumed, Step
 from .modules import Target, check_overrides, find_blocks, find_head, find_targets
 from .quantized import QuantizedWeight
+from .ranks import Ranks
 from .report import ModuleReport
+from .sharing import Solved, solve_shared
 from .solver import Solution, output_power, solve_gptaq, solve_gptq, solve_rtn
 from .stream import BlockStream, float_copy
 from .weights import InMemory, Weights
@@ -62,6 +64,7 @@ def quantize_blocks(
     weights: Weights | None = None,
     journal: Journal | None = None,
     activations: Place = "memory",
+    ranks: Ranks | None = None,
     progress: ProgressCallback = silent,
 ) -> WalkResult:
     """Quantize every matrix in the repeated blocks of `model`, and its output layer where asked.
@@ -79,6 +82,7 @@ def quantize_blocks(
         weights: Brings the weights of each block; by default the model has them.
         journal: Takes every block as it is finished, and resumes.
         activations: Where hidden states are kept between blocks: "device", "memory" or, with a journal, "disk".
+        ranks: The processes that share the work; all call this with equal arguments, and all get the result.
         progress: Called once per module.
 
     Raises:
@@ -94,23 +98,23 @@ def quantize_blocks(
     total = sum(len(of_block) for of_block in targets) + (head is not None)
     if total == 0:
         raise ArchitectureError("the overrides leave no module to quantize")
-    weights = weights or InMemory(model)
+    weights, ranks = weights or InMemory(model), ranks or Ranks.alone(device)
     resumed = journal.resumed() if journal is not None else None
-    walk = _Walk(config, device, progress, total, journal, resumed)
+    walk = _Walk(config, ranks, progress, total, journal, resumed)
     first = resumed.layers if resumed is not None else 0
     if windows is None:
         for layer in range(first, len(blocks)):
             with weights.block(layer, torch.device("cpu"), torch.float32):
-                for target in targets[layer]:
-                    walk.solve(target, layer, None)
+                walk.solve(targets[layer], layer, [None] * len(targets[layer]))
                 walk.finish(layer)
         if head is not None and not (resumed and resumed.head):
             with weights.head(torch.device("cpu"), torch.float32):
-                walk.solve(head, None, None)
+                walk.solve([head], None, [None])
                 walk.finish(None)
         return walk.result(blocks, excluded_samples=0, tokens=0, batch_size=batch_size)
 
     batches = CalibrationBatches(windows, batch_size, device)
+    batches.samples = ranks.share(len(windows.input_ids), batch_size)
     if resumed is not None:
         batches.counts, batches.batch_size = resumed.counts, resumed.batch_size
     stream = BlockStream(model, blocks)
@@ -145,7 +149,7 @@ class _States:
         place: Place,
         resumed: Resumed | None,
     ) -> None:
-        self.stream, self.batches, self._journal = stream, batches, walk.journal
+        self.stream, self.batches, self._walk = stream, batches, walk
         paired = walk.config.method == "gptaq"
         first = 0 if resumed is None else resumed.layers
 
@@ -159,10 +163,9 @@ class _States:
             if self.float is not None and resumed.hidden_float is not None:
                 self.float.load(resumed.hidden_float)
             return
-        start = batches.samples.start
-        sample = stream.embed(batches[range(start, start + 1)])
-        self.quantized = new("hidden", tuple(sample.shape[1:]))
-        self.float = new("float", tuple(sample.shape[1:])) if paired else None
+        shape = tuple(stream.embed(batches[range(1)]).shape[1:])
+        self.quantized = new("hidden", shape)
+        self.float = new("float", shape) if paired else None
 
         def use(samples: range, states: Tensor) -> None:
             self.quantized.write(samples, states)
@@ -171,10 +174,13 @@ class _States:
 
         batches.each(lambda samples: stream.embed(batches[samples]), use)
 
-    def first_sample(self) -> tuple[Mapping[str, Tensor], Tensor]:
-        """A batch of one sample and its hidden states, to trace with."""
-        samples = range(self.batches.samples.start, self.batches.samples.start + 1)
-        return self.batches[samples], self.quantized.read(samples)
+    def stages(self, layer: int, modules: Mapping[str, nn.Module]) -> list[list[str]]:
+        """Names of modules of a block in the order in which it calls them, those that share an input together."""
+        found: list[list[str]] = []
+        if self.batches.samples:  # the others learn it from those that have samples
+            sample = range(self.batches.samples.start, self.batches.samples.start + 1)
+            found = self.stream.stages(layer, self.batches[sample], self.quantized.read(sample), modules)
+        return next(filter(None, self._walk.ranks.gather(found)))
 
     def advance(self, layer: int, original: nn.Module | None) -> None:
         """Let block `layer` take the states to the next: quantized, and as it was (`original`) for the float model."""
@@ -190,7 +196,8 @@ class _States:
         return after
 
     def _file(self, name: str, layer: int) -> Path | None:
-        return self._journal.file(name, layer) if self._journal is not None else None
+        journal = self._walk.journal
+        return journal.file(name, layer) if journal is not None else None
 
 
 def _quantize_block(
@@ -207,7 +214,7 @@ def _quantize_block(
     stream, batches = states.stream, states.batches
     by_name = {target.name: target for target in targets}
     modules = {target.name: target.module for target in targets}
-    stages = stream.stages(layer, *states.first_sample(), modules)
+    stages = states.stages(layer, modules)
     twins = dict(zip(block.modules(), original.modules(), strict=True)) if original is not None else {}
     for group in [[stage] for stage in stages] if walk.config.true_sequential else [stages]:
         leaders = [modules[stage[0]] for stage in group]
@@ -234,9 +241,9 @@ def _quantize_block(
                 batches.add(sums, samples, x, x_float, layer=layer, module=stage[0], skip=walk.config.skip_nonfinite)
 
         batches.each(run, use)
-        for stage, sums in zip(group, statistics, strict=True):
-            for name in stage:
-                by_name[name].replace_weight(walk.solve(by_name[name], layer, sums).dequantize())
+        walk.gather(batches, statistics, layer, group[0][0])
+        names = [(name, sums) for stage, sums in zip(group, statistics, strict=True) for name in stage]
+        walk.solve([by_name[name] for name, _ in names], layer, [sums for _, sums in names])
 
 
 def _quantize_head(walk: _Walk, states: _States, head: Target) -> None:
@@ -253,7 +260,8 @@ def _quantize_head(walk: _Walk, states: _States, head: Target) -> None:
         batches.add(sums, samples, *inputs, layer=None, module=head.name, skip=walk.config.skip_nonfinite)
 
     batches.each(run, use)
-    walk.solve(head, None, sums)
+    walk.gather(batches, [sums], None, head.name)
+    walk.solve([head], None, [sums])
 
 
 class _Walk:
@@ -262,19 +270,19 @@ class _Walk:
     def __init__(
         self,
         config: QuantizeConfig,
-        device: torch.device,
+        ranks: Ranks,
         progress: ProgressCallback,
         total: int,
         journal: Journal | None,
         resumed: Resumed | None,
     ) -> None:
         self.config = config
+        self.ranks = ranks
         self.journal = journal
         self.weights: dict[str, QuantizedWeight] = {}
         self.reports: list[ModuleReport] = list(resumed.reports) if resumed is not None else []
         self._kept = len(self.reports)
-        self._device = device
-        self._progress = progress
+        self._progress = progress if ranks.rank == 0 else silent
         self._total = total
 
     def finish(
@@ -295,25 +303,50 @@ class _Walk:
         self.journal.keep(step)
         self.weights, self._kept = {}, len(self.reports)
 
-    def solve(self, target: Target, layer: int | None, statistics: InputStatistics | None) -> QuantizedWeight:
-        """Solve one module, remember the result and report it."""
-        start = time.perf_counter()
-        weight = target.weight.detach().to(self._device, torch.float32)
-        try:
-            hessian = statistics.hessian() if statistics is not None else None
-            solution = self._solution(weight, hessian, statistics, target.config)
-        except GptqkitError as problem:
-            raise type(problem)(f"{target.name}: {problem}") from problem
-        seconds = time.perf_counter() - start
-        error, rounding_error = None, None
-        if hessian is not None:
+    def gather(
+        self, batches: CalibrationBatches, statistics: list[InputStatistics], layer: int | None, module: str
+    ) -> None:
+        """Bring together what all ranks found out about the inputs of some modules, of which `module` is the first."""
+        self.ranks.add_up(*statistics)
+        if self.config.skip_nonfinite:
+            batches.settle(self.ranks.gather(batches.counts), layer=layer, module=module)
+
+    def solve(self, targets: list[Target], layer: int | None, statistics: Sequence[InputStatistics | None]) -> None:
+        """Solve modules, put the results in the places of their weights, remember and report them."""
+
+        def solve(index: int, rows: slice) -> Solved:
+            target, sums = targets[index], statistics[index]
+            weight = target.weight.detach()[rows].to(self.ranks.device, torch.float32)
+            start = time.perf_counter()
+            try:
+                hessian = sums.hessian() if sums is not None else None
+                solution = self._solution(weight, hessian, sums, target.config)
+            except GptqkitError as problem:
+                raise type(problem)(f"{target.name}: {problem}") from problem
+            seconds = time.perf_counter() - start
+            if hessian is None:
+                return Solved(solution=solution, sums=(seconds,))
             plain = solve_rtn(weight, target.config.plain_rounding())
-            error, rounding_error = relative_errors(weight, (solution.weight, plain.weight), hessian)
+            powers = error_powers(weight, (solution.weight, plain.weight), hessian)
+            return Solved(solution=solution, sums=(seconds, *powers))
+
+        shapes = [(target.weight.shape[0], target.weight.shape[1]) for target in targets]
+        solved = solve_shared(self.ranks, shapes, solve)
+        for target, shape, one in zip(targets, shapes, solved, strict=True):
+            self._report(target, layer, shape, one)
+            target.replace_weight(one.solution.weight.dequantize())
+
+    def _report(self, target: Target, layer: int | None, shape: tuple[int, int], solved: Solved) -> None:
+        solution, (seconds, *powers) = solved.solution, solved.sums
+        error, rounding_error = None, None
+        if powers:
+            whole, lost, lost_by_rounding = powers
+            error, rounding_error = (math.sqrt(part / whole) if whole > 0 else 0.0 for part in (lost, lost_by_rounding))
         self.reports.append(
             ModuleReport(
                 name=target.name,
                 layer=layer,
-                shape=(weight.shape[0], weight.shape[1]),
+                shape=shape,
                 bits=target.config.bits,
                 group_size=solution.weight.group_size,
                 error=error,
@@ -337,7 +370,6 @@ class _Walk:
                 rounding_error=rounding_error,
             )
         )
-        return solution.weight
 
     def result(self, blocks: nn.Module, *, excluded_samples: int, tokens: int, batch_size: int) -> WalkResult:
         """Everything that was decided, and how much of `blocks` it covers."""
@@ -364,8 +396,8 @@ class _Walk:
         return solve_gptq(weight, hessian, config)
 
 
-def relative_errors(weight: Tensor, candidates: Iterable[QuantizedWeight], hessian: Tensor) -> list[float]:
-    """||(W - Q) X|| / ||W X|| of every candidate Q: the share of the module's output that it changes.
+def error_powers(weight: Tensor, candidates: Iterable[QuantizedWeight], hessian: Tensor) -> list[float]:
+    """||W X||^2, then ||(W - Q) X||^2 of every candidate Q, per token: sums over the rows of W.
 
     Args:
         weight: W, (out, in) float32.
@@ -373,5 +405,4 @@ def relative_errors(weight: Tensor, candidates: Iterable[QuantizedWeight], hessi
         hessian: H = mean over tokens of x xT, (in, in) float32, not damped.
     """
     whole = output_power(weight, hessian)
-    lost = [output_power(weight - candidate.dequantize(), hessian) for candidate in candidates]
-    return [math.sqrt(power / whole) if whole > 0 else 0.0 for power in lost]
+    return [whole, *(output_power(weight - candidate.dequantize(), hessian) for candidate in candidates)]

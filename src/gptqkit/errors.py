@@ -12,7 +12,8 @@ GptqkitError
 ├── ConversionError (ValueError)         a checkpoint that the target format cannot hold
 ├── OutputExistsError (FileExistsError)  the target of a write is there already
 ├── ResumeError (ValueError)             an unfinished job that is another one, or in use
-└── BackendError (RuntimeError)          a kernel backend that cannot serve a layer
+├── BackendError (RuntimeError)          a kernel backend that cannot serve a layer
+└── RankError (RuntimeError)             several processes of which one died, failed or does not fit the others
 """
 
 
@@ -66,3 +67,7 @@ class ResumeError(GptqkitError, ValueError):
 
 class BackendError(GptqkitError, RuntimeError):
     """A kernel backend that cannot serve a layer."""
+
+
+class RankError(GptqkitError, RuntimeError):
+    """Several processes of which one died, failed or does not fit the others."""

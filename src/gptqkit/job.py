@@ -4,45 +4,105 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
+import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from .calibration.windows import TokenWindows
 from .export.reader import Checkpoint, open_checkpoint
-from .export.work import WorkDirectory
-from .export.writer import write_part
+from .export.work import WorkDirectory, work_path
+from .export.writer import finish_checkpoint, write_part
 from .quantizer.config import QuantizeConfig
 from .quantizer.journal import Resumed, Step
 from .quantizer.quantized import QuantizedWeight
+from .quantizer.ranks import Ranks
 from .quantizer.report import ModuleReport
 from .source import FloatModel
+from .version import __version__
 
+_LOG = logging.getLogger("gptqkit")
 _OUTSIDE = "outside"
 
 
 class Job:
     """The journal of a walk, in a work directory beside the checkpoint to be.
 
+    Every rank writes its own samples' hidden states; rank 0 writes all else.
+
     Args:
-        work: The work directory.
+        out: The checkpoint to make.
         source: The float model.
         config: The settings.
-        samples: How many calibration samples there are.
+        windows: The calibration tokens.
+        batch_size: Samples per forward pass, as asked for.
+        ranks: The processes of the job.
+        resume: Go on where there is an unfinished job.
+        overwrite: Replace a quantized model at `out`.
+
+    Raises:
+        OutputExistsError, ResumeError: See `WorkDirectory`.
+        RankError: The ranks were started for different jobs.
     """
 
-    def __init__(self, work: WorkDirectory, source: FloatModel, config: QuantizeConfig, samples: int) -> None:
-        self.work = work
+    def __init__(
+        self,
+        out: Path,
+        source: FloatModel,
+        config: QuantizeConfig,
+        windows: TokenWindows | None,
+        batch_size: int,
+        ranks: Ranks,
+        *,
+        resume: bool,
+        overwrite: bool,
+    ) -> None:
+        what = identity(source, config, windows, batch_size, ranks.device)
+        ranks.agree("the job", what)
+        self.out = out
+        self.folder = work_path(out)
+        self._ranks = ranks
+        self._samples = 0 if windows is None else len(windows.input_ids)
+        self._work: WorkDirectory | None = None
+        if ranks.rank == 0:
+            environment = {"threads": torch.get_num_threads(), "ranks": ranks.size, **versions()}
+            self._work = WorkDirectory(out, what, resume=resume, overwrite=overwrite, environment=environment)
         self._source = source
         self._config = config
-        self._samples = samples
         self._start = time.perf_counter()
-        steps = [record["data"] for record in work.records if record["name"] != _OUTSIDE]
+        steps = self._steps()
         self._before: float = steps[-1]["seconds"] if steps else 0.0
+        ranks.barrier()  # the work directory is there
+
+    @property
+    def work(self) -> WorkDirectory:
+        """The work directory, on rank 0.
+
+        Raises:
+            ValueError: On another rank.
+        """
+        if self._work is None:
+            raise ValueError("only rank 0 has the work directory")
+        return self._work
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self._work is None or error is None:
+            return
+        if self._work.records:
+            count = len(self._work.records)
+            _LOG.warning("%d finished parts are kept in %s; resume the job to go on from there", count, self.folder)
+            self._work.close()
+        else:
+            self._work.discard()
 
     @property
     def seconds(self) -> float:
@@ -51,7 +111,15 @@ class Job:
 
     def resumed(self) -> Resumed | None:
         """Where to go on; None for a new job."""
-        steps = [record["data"] for record in self.work.records if record["name"] != _OUTSIDE]
+        return self._ranks.gather(self._resumed())[0]
+
+    def _steps(self) -> list[dict[str, Any]]:
+        """The records of the finished parts of the walk."""
+        records = [] if self._work is None else self._work.records
+        return [record["data"] for record in records if record["name"] != _OUTSIDE]
+
+    def _resumed(self) -> Resumed | None:
+        steps = self._steps()
         if not steps:
             return None
         last = steps[-1]
@@ -65,13 +133,13 @@ class Job:
             counts=counts,
             batch_size=last["batch_size"],
             shape=tuple(last["shape"]),
-            hidden=self.work.path / last["hidden"] if last["hidden"] else None,
-            hidden_float=self.work.path / last["float"] if last["float"] else None,
+            hidden=self.folder / last["hidden"] if last["hidden"] else None,
+            hidden_float=self.folder / last["float"] if last["float"] else None,
         )
 
     def file(self, stream: str, layer: int) -> Path:
         """Where the hidden states that enter block `layer` belong."""
-        return self.work.path / f"{stream}-{layer:05}.bin"
+        return self.folder / f"{stream}-{layer:05}.bin"
 
     def keep(self, step: Step) -> None:
         """Write a finished block: its hidden states, its tensors, and last its record."""
@@ -82,6 +150,9 @@ class Job:
                 file = self.file(stream, step.layer + 1)
                 states.save(file)
                 files[stream] = file.name
+        self._ranks.barrier()  # the states of all samples are there
+        if self._ranks.rank:
+            return
         weights, others = self._as_stored(step)
         record = {
             "layer": step.layer,
@@ -95,7 +166,7 @@ class Job:
         name = "head" if step.layer is None else f"block-{step.layer:05}"
         write_part(self.work, name, weights, others, self._config, record)
         for stream in ("hidden", "float"):
-            for file in self.work.path.glob(f"{stream}-*.bin"):
+            for file in self.folder.glob(f"{stream}-*.bin"):
                 if file.name != files[stream]:
                     file.unlink()
 
@@ -119,15 +190,40 @@ class Job:
                         others[part.name] = self._source.model.get_parameter(parameter).detach().to(tensor.dtype)
         return weights, others
 
-    def keep_the_rest(self) -> None:
-        """Write what stands outside the blocks and is not quantized, as it is in the source."""
-        if self.work.has(_OUTSIDE):
-            return
-        done = {name for record in self.work.records for name in record["layers"]}
-        others = {
-            name: tensor for name, tensor in self._source.tensors(None) if name.removesuffix(".weight") not in done
-        }
-        write_part(self.work, _OUTSIDE, {}, others, self._config)
+    def finish(
+        self,
+        report: Mapping[str, Any],
+        tokenizer: Any | None,
+        *,
+        max_shard_bytes: int,
+        measure: Callable[[Path], Mapping[str, Any]],
+    ) -> None:
+        """Write what stands outside the blocks as it is in the source, and make the checkpoint of all parts.
+
+        Args:
+            report: quantization_report.json.
+            tokenizer: Saved beside the weights.
+            max_shard_bytes: See `finish_checkpoint`.
+            measure: See `finish_checkpoint`.
+        """
+        if not self.work.has(_OUTSIDE):
+            done = {name for record in self.work.records for name in record["layers"]}
+            rest = self._source.tensors(None)
+            others = {name: tensor for name, tensor in rest if name.removesuffix(".weight") not in done}
+            write_part(self.work, _OUTSIDE, {}, others, self._config)
+        model = self._source.model
+        finish_checkpoint(
+            self.work,
+            config=self._config,
+            model_config=json.loads(model.config.to_json_string()),
+            report=report,
+            tokenizer=tokenizer,
+            generation_config=json.loads(model.generation_config.to_json_string()) if model.can_generate() else None,
+            carried=self._source.carried,
+            copy_files=self._source.copy_files,
+            max_shard_bytes=max_shard_bytes,
+            measure=measure,
+        )
 
 
 class StoredWeights(Mapping[str, QuantizedWeight]):
@@ -172,3 +268,8 @@ def identity(
         "batch_size": batch_size,
         "device": device.type,
     }
+
+
+def versions() -> dict[str, str]:
+    """The versions of the packages that take part."""
+    return {"gptqkit": __version__, "torch": torch.__version__, "transformers": transformers.__version__}

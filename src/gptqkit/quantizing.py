@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import logging
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
 from .calibration.activations import Place
 from .calibration.sources import Source
-from .calibration.windows import load_tokens, load_windows
+from .calibration.windows import TokenWindows, load_tokens, load_windows
 from .errors import ArchitectureError, CalibrationError, ConfigError
 from .evaluating import check_length, default_length, evaluate
 from .evaluation.perplexity import cut_windows
 from .export.staging import check_target
-from .export.work import WorkDirectory, work_path
-from .export.writer import MAX_SHARD_BYTES, finish_checkpoint, public_name
-from .job import Job, StoredWeights, identity
+from .export.work import work_path
+from .export.writer import MAX_SHARD_BYTES, public_name
+from .job import Job, StoredWeights, versions
 from .loading import _load_tokenizer as load_tokenizer
 from .loading import choose_device
 from .progress import ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
 from .quantizer.quantized import QuantizedWeight
+from .quantizer.ranks import Ranks
 from .quantizer.report import QuantizationReport
 from .quantizer.walk import WalkResult, quantize_blocks
 from .source import FloatModel, LoadedModel, StoredModel
-from .version import __version__
-
-_LOG = logging.getLogger("gptqkit")
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +119,6 @@ def quantize(
     if evaluate_on is not None and out is None:
         raise CalibrationError("evaluate_on measures the written checkpoint; give `out` as well")
     start = time.perf_counter()
-    place = choose_device(device)
     source: FloatModel
     if isinstance(model, PreTrainedModel):
         name = public_name(model.name_or_path) if model.name_or_path else type(model).__name__
@@ -132,10 +127,9 @@ def quantize(
         name = public_name(model)
         source = StoredModel(model, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(source.path, trust_remote_code=trust_remote_code) if tokenizer is None else tokenizer
-    opened = source.model
-    length = default_length(opened) if sequence_length is None else sequence_length
-    check_length(opened, length)
-    vocab_size = opened.get_input_embeddings().weight.shape[0]
+    length = default_length(source.model) if sequence_length is None else sequence_length
+    check_length(source.model, length)
+    vocab_size = source.model.get_input_embeddings().weight.shape[0]
     text = None
     if evaluate_on is not None:  # read now, so that nothing is found wrong with it when the work is done
         text = load_tokens(evaluate_on, tokenizer, vocab_size=vocab_size)
@@ -153,90 +147,69 @@ def quantize(
             concatenate=concatenate,
             vocab_size=vocab_size,
         )
-
-    def walk(journal: Job | None) -> WalkResult:
-        training = opened.training
-        opened.eval()
-        try:
-            return quantize_blocks(
-                opened,
-                windows,
-                config,
-                device=place,
-                batch_size=batch_size,
-                weights=source.weights,
-                journal=journal,
-                activations=activations,
-                progress=progress,
+    with Ranks.join(choose_device(device)) as ranks:
+        job = None
+        if out is not None:
+            job = Job(Path(out), source, config, windows, batch_size, ranks, resume=resume, overwrite=overwrite)
+        with job or nullcontext():
+            walked = _walk(source, windows, config, ranks, batch_size, job, activations, progress)
+            report = QuantizationReport(
+                model=name,
+                config=config,
+                samples=0 if windows is None else len(windows.input_ids),
+                sequence_length=length,
+                seed=seed,
+                tokens=walked.tokens,
+                excluded_samples=walked.excluded_samples,
+                batch_size=walked.batch_size,
+                block_weights=walked.block_weights,
+                quantized_weights=walked.quantized_weights,
+                device=ranks.device.type,
+                seconds=time.perf_counter() - start if job is None else job.seconds,
+                versions=versions(),
+                modules=walked.reports,
             )
-        finally:
-            opened.train(training)
+            if job is None:
+                return QuantizeResult(report, walked.weights, None)
 
-    def report_on(walked: WalkResult, seconds: float) -> QuantizationReport:
-        return QuantizationReport(
-            model=name,
-            config=config,
-            samples=0 if windows is None else len(windows.input_ids),
-            sequence_length=length,
-            seed=seed,
-            tokens=walked.tokens,
-            excluded_samples=walked.excluded_samples,
-            batch_size=walked.batch_size,
-            block_weights=walked.block_weights,
-            quantized_weights=walked.quantized_weights,
-            device=place.type,
-            seconds=seconds,
-            versions=_versions(),
-            modules=walked.reports,
-        )
+            def measure(staged: Path) -> Mapping[str, Any]:
+                nonlocal report
+                if evaluate_on is not None:
+                    scores = evaluate(staged, text, sequence_length=length, device=ranks.device, progress=progress)
+                    row = {"dataset": public_name(evaluate_on), **scores.to_dict()}
+                    report = dataclasses.replace(report, perplexity=[row])
+                return {"perplexity": report.perplexity}
 
-    if out is None:
-        walked = walk(None)
-        return QuantizeResult(report_on(walked, time.perf_counter() - start), walked.weights, None)
+            if ranks.rank == 0:
+                job.finish(report.to_dict(), tokenizer, max_shard_bytes=max_shard_bytes, measure=measure)
+            report = ranks.gather(report)[0]
+    return QuantizeResult(report, StoredWeights(job.out), job.out)
 
-    work = WorkDirectory(
-        Path(out),
-        identity(source, config, windows, batch_size, place),
-        resume=resume,
-        overwrite=overwrite,
-        environment={"threads": torch.get_num_threads(), **_versions()},
-    )
-    job = Job(work, source, config, 0 if windows is None else len(windows.input_ids))
+
+def _walk(
+    source: FloatModel,
+    windows: TokenWindows | None,
+    config: QuantizeConfig,
+    ranks: Ranks,
+    batch_size: int,
+    journal: Job | None,
+    activations: Place,
+    progress: ProgressCallback,
+) -> WalkResult:
+    training = source.model.training
+    source.model.eval()
     try:
-        report = report_on(walk(job), job.seconds)
-
-        def measure(staged: Path) -> Mapping[str, Any]:
-            nonlocal report
-            if evaluate_on is not None:
-                scores = evaluate(staged, text, sequence_length=length, device=device, progress=progress)
-                row = {"dataset": public_name(evaluate_on), **scores.to_dict()}
-                report = dataclasses.replace(report, perplexity=[row])
-            return {"perplexity": report.perplexity}
-
-        job.keep_the_rest()
-        finish_checkpoint(
-            work,
-            config=config,
-            model_config=json.loads(opened.config.to_json_string()),
-            report=report.to_dict(),
-            tokenizer=tokenizer,
-            generation_config=json.loads(opened.generation_config.to_json_string()) if opened.can_generate() else None,
-            carried=source.carried,
-            copy_files=source.copy_files,
-            max_shard_bytes=max_shard_bytes,
-            measure=measure,
+        return quantize_blocks(
+            source.model,
+            windows,
+            config,
+            device=ranks.device,
+            batch_size=batch_size,
+            weights=source.weights,
+            journal=journal,
+            activations=activations,
+            ranks=ranks,
+            progress=progress,
         )
-    except BaseException:
-        if not work.records:
-            work.discard()
-        else:
-            work.close()
-            _LOG.warning(
-                "%d finished parts are kept in %s; resume=True goes on from there", len(work.records), work.path
-            )
-        raise
-    return QuantizeResult(report, StoredWeights(Path(out)), Path(out))
-
-
-def _versions() -> dict[str, str]:
-    return {"gptqkit": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    finally:
+        source.model.train(training)

@@ -24,6 +24,21 @@ def test_streaming_equals_one_product_in_double_precision(split):
     assert statistics.tokens == 4000
 
 
+def test_sums_do_not_depend_on_the_order_of_batches():
+    """Columns beyond one slab of the product too; each product itself stays float32."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(640, 1100, generator=generator) * torch.exp(torch.randn(1100, generator=generator))
+    parts = x.split(64)
+    sums = [InputStatistics(1100, torch.device("cpu")) for _ in range(2)]
+    for one, batches in zip(sums, (parts, reversed(parts)), strict=True):
+        for batch in batches:
+            one.update(batch)
+    exact = x.double().T @ x.double() / 640
+    assert float((sums[0].hessian() - exact).norm() / exact.norm()) < 2e-7
+    assert sums[0].hessian().dtype == torch.float32
+    assert torch.equal(sums[0].hessian(), sums[1].hessian())
+
+
 def test_half_precision_inputs_are_summed_in_float32():
     x, _ = streams()
     statistics = InputStatistics(48, torch.device("cpu"))
