@@ -59,7 +59,7 @@ def measure_dense(shape, dtype, rows, device) -> dict:
 
 def measure_packed(shape, dtype, rows, device, bits, group_size) -> dict:
     """The product with a packed weight, on the path that the library chooses."""
-    layer = repack(random_layer(*shape, bits=bits, group_size=group_size, device=device), dtype)
+    layer = repack(random_layer(*shape, bits=bits, group_size=group_size, device=device))
     weights = rotate((layer.weight, layer.scale, layer.zero), device)
 
     def product(x: torch.Tensor, *weight: torch.Tensor) -> torch.Tensor:

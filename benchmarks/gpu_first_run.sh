@@ -4,79 +4,92 @@
 #     benchmarks/gpu_first_run.sh [OUT]
 #
 # 1. the kernel library, built for this GPU unless kernels/libgptqkit.so is there; 2. the proof that the tensor cores
-# multiply subnormal float16 operands; 3. the GPU tests; 4. compute-sanitizer's memcheck and racecheck; 5. the sweep of
-# products. Logs, JSON and the plot go to OUT (benchmarks/results). Nothing needs to be installed but torch and pytest;
-# tests of whole models need transformers too. PYTHON is the interpreter. A step that fails does not stop the others;
-# the last lines say how each ended, and the exit status is 0 if all went well.
+# multiply subnormal float16 operands; 3. the GPU tests; 4. compute-sanitizer's memcheck and racecheck; 5. the times of
+# products. Nothing needs to be installed but torch and pytest; tests of whole models need transformers too. PYTHON is
+# the interpreter.
+#
+# OUT (benchmarks/results) gets summary.txt, with a line per step as soon as it has ended; first_run.log, with the last
+# megabyte of what each step said; gemm.json and gemm.png. Every step has its own limit of time, and all together have
+# 530 s. A step that fails does not stop the others; the exit status is 0 if all went well.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
 out=${1:-benchmarks/results}
+deadline=530
+failed=0
 export PYTHONPATH="src:tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONDONTWRITEBYTECODE=1
 mkdir -p "$out"
-summary=()
-failed=0
-
-step() { # name, seconds, command...
-    local name=$1 seconds=$2 begin=$SECONDS status
-    shift 2
-    echo "== $name"
-    timeout --kill-after=5 "$seconds" "$@" 2>&1 | tee "$out/$name.log"
-    status=${PIPESTATUS[0]}
-    [ "$status" -eq 0 ] || failed=1
-    summary+=("$name: status $status after $((SECONDS - begin)) s")
-}
+: >"$out/summary.txt" && : >"$out/first_run.log" || exit 1
+log=$(mktemp) # of the latest step
+trap 'rm -f "$log"' EXIT
 
 skip() { # name, reason
     echo "== $1: skipped, $2"
-    summary+=("$1: skipped, $2")
+    echo "$1: skipped, $2" >>"$out/summary.txt"
 }
 
-nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,memory.total --format=csv | tee "$out/gpu.log"
-"$python" -c 'import torch; print(f"torch {torch.__version__}, CUDA {torch.version.cuda}")' | tee -a "$out/gpu.log"
-capability=$("$python" -c 'import torch; print("{}{}".format(*torch.cuda.get_device_capability()))') || exit 1
+step() { # name, seconds, command...
+    local name=$1 seconds=$2 begin=$SECONDS left=$((deadline - SECONDS)) status
+    shift 2
+    if [ "$left" -lt 10 ]; then
+        failed=1
+        skip "$name" "no time is left"
+        return
+    fi
+    echo "== $name"
+    timeout --kill-after=5 "$((left < seconds ? left : seconds))" "$@" 2>&1 | tee "$log"
+    status=${PIPESTATUS[0]}
+    [ "$status" -eq 0 ] || failed=1
+    { echo "== $name" && tail -c 1000000 "$log"; } >>"$out/first_run.log"
+    echo "$name: status $status after $((SECONDS - begin)) s; $(tail -n 1 "$log" | cut -c 1-160)" >>"$out/summary.txt"
+}
+
+has() { # modules
+    timeout 30 "$python" -c "import $1" 2>/dev/null
+}
+
+step gpu 15 nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,memory.total --format=csv
+step torch 40 "$python" -c 'import torch
+print(f"torch {torch.__version__}, CUDA {torch.version.cuda}")
+print("{}{}".format(*torch.cuda.get_device_capability()))'
+capability=$(grep -xE '[0-9]{2,3}' "$log")
 
 if [ -e kernels/libgptqkit.so ]; then
     skip build "kernels/libgptqkit.so is there"
+elif [ -n "$capability" ]; then
+    step build 120 "$python" kernels/build.py kernels/libgptqkit.so --arch "$capability"
 else
-    step build 150 "$python" kernels/build.py kernels/libgptqkit.so --arch "$capability"
+    skip build "torch names no GPU to build for"
 fi
 
 # Warnings of another torch than the one developed with, and a file that cannot be imported, cost only what they are.
 pytest=("$python" -m pytest -p no:cacheprovider -W default --continue-on-collection-errors -m gpu)
-kernel_tests=(tests/kernels/test_{gemm,ops,cuda_backend,streams,sweep}.py)
-model_tests=()
-if "$python" -c 'import transformers, accelerate' 2>/dev/null; then
-    model_tests=(tests/test_kernels_in_models.py tests/test_quantizing.py)
-fi
-if "$python" -c 'import pytest' 2>/dev/null; then
+if has pytest; then
     step subnormals 30 "${pytest[@]}" -k unit_inputs tests/kernels/test_gemm.py
-    step tests 100 "${pytest[@]}" "${kernel_tests[@]}"
-    if [ ${#model_tests[@]} -gt 0 ]; then
-        step models 40 "${pytest[@]}" "${model_tests[@]}"
+    step tests 100 "${pytest[@]}" tests/kernels/test_{gemm,operands,ops,cuda_backend,streams,sweep}.py
+    if has "transformers, accelerate"; then
+        step models 40 "${pytest[@]}" tests/test_kernels_in_models.py tests/test_quantizing.py
     else
         skip models "transformers or accelerate are not installed"
     fi
 else
-    skip subnormals "pytest is not installed"
     skip tests "pytest is not installed"
 fi
 
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
-if [ -n "$sanitizer" ]; then
-    for tool in memcheck racecheck; do
+for tool in memcheck racecheck; do
+    if [ -n "$sanitizer" ]; then
         # Every tensor is an allocation of its own, so that memcheck sees where it ends.
-        step "$tool" 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$tool" --error-exitcode 9 "$python" benchmarks/sanitize.py
-    done
-else
-    skip memcheck "compute-sanitizer is not found"
-    skip racecheck "compute-sanitizer is not found"
-fi
+        step "$tool" 50 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$tool" --error-exitcode 9 "$python" benchmarks/sanitize.py
+    else
+        skip "$tool" "compute-sanitizer is not found"
+    fi
+done
 
-left=$((520 - SECONDS)) # the steps before take at most 440 s
-step gemm "$left" "$python" benchmarks/gemm.py --out "$out" --seconds "$((left - 30))"
+left=$((deadline - SECONDS))
+step gemm "$left" "$python" benchmarks/gemm.py --out "$out" --seconds "$((left - 40))"
 
 echo "== summary, $SECONDS s in all"
-printf '%s\n' "${summary[@]}" | tee "$out/summary.log"
+cat "$out/summary.txt"
 exit "$failed"

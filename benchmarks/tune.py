@@ -36,7 +36,7 @@ FOLDER = Path(__file__).parent.parent / "kernels" / "devices"
 
 def operands(shape: tuple[int, int], bits: int, launcher: Launcher) -> list[tuple]:
     """Enough copies of one layer to rotate past the cache."""
-    layer = repack(random_layer(*shape, bits=bits, group_size=128, device=launcher.device), torch.float16)
+    layer = repack(random_layer(*shape, bits=bits, group_size=128, device=launcher.device))
     tensors = (layer.weight, layer.scale, layer.zero)
     copies = copies_past_cache(layer.weight.numel() * 4, launcher.device)
     rest = (None, bits, layer.group_size, layer.out_features)

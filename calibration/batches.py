@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,60 +13,84 @@ from ..errors import ArchitectureError, ConfigError, NonFiniteError
 from .hessian import InputStatistics
 from .windows import TokenWindows
 
+_LOG = logging.getLogger("gptqkit")
+_Result = TypeVar("_Result")
+
 
 class CalibrationBatches:
     """Calibration tokens as batches on the device, and which of their samples count.
 
-    Iterating gives mappings of input_ids and, where there is padding, attention_mask, each (samples, length).
+    A batch is named by the range of its samples.
 
     Args:
         windows: All calibration tokens.
-        batch_size: Samples per batch.
+        batch_size: Samples per batch, at most; it is halved where memory runs out.
         device: Where the batches are wanted.
+        samples: The samples that this process works on; all by default.
 
     Raises:
         ConfigError: `batch_size` is not positive.
     """
 
-    def __init__(self, windows: TokenWindows, batch_size: int, device: torch.device) -> None:
+    def __init__(
+        self, windows: TokenWindows, batch_size: int, device: torch.device, samples: range | None = None
+    ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size}; it must be positive")
         self.device = device
-        self._size = batch_size
-        self._ids = torch.split(windows.input_ids, batch_size)
-        self._masks = None if windows.attention_mask is None else torch.split(windows.attention_mask, batch_size)
-        self._counts = [torch.ones(len(ids), dtype=torch.bool, device=device) for ids in self._ids]
+        self.batch_size = batch_size
+        self.samples = range(len(windows.input_ids)) if samples is None else samples
+        self.counts = torch.ones(len(windows.input_ids), dtype=torch.bool)
+        self._windows = windows
 
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __iter__(self) -> Iterator[Mapping[str, Tensor]]:
-        return (self[index] for index in range(len(self)))
-
-    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
-        batch = {"input_ids": self._ids[index].to(self.device)}
-        if self._masks is not None:
-            batch["attention_mask"] = self._masks[index].to(self.device)
+    def __getitem__(self, samples: range) -> Mapping[str, Tensor]:
+        """input_ids and, where there is padding, attention_mask of some samples, each (samples, length)."""
+        rows = slice(samples.start, samples.stop)
+        batch = {"input_ids": self._windows.input_ids[rows].to(self.device)}
+        if self._windows.attention_mask is not None:
+            batch["attention_mask"] = self._windows.attention_mask[rows].to(self.device)
         return batch
 
-    def first_sample(self) -> Mapping[str, Tensor]:
-        """A batch of one sample, to trace with."""
-        return {name: tensor[:1] for name, tensor in self[0].items()}
+    def each(self, run: Callable[[range], _Result], use: Callable[[range, _Result], None]) -> None:
+        """Call `use(samples, run(samples))` for every batch.
+
+        Where `run` finds too little memory, the batch size is halved for good and the batch is run again.
+
+        Raises:
+            torch.OutOfMemoryError: Too little memory for a single sample.
+        """
+        start = self.samples.start
+        while start < self.samples.stop:
+            samples = range(start, min(start + self.batch_size, self.samples.stop))
+            try:
+                result = run(samples)
+            except torch.OutOfMemoryError:
+                if len(samples) == 1:
+                    raise
+                self.batch_size = len(samples) // 2
+                _LOG.warning("out of memory with %d samples; going on with %d", len(samples), self.batch_size)
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()
+                continue
+            use(samples, result)
+            start = samples.stop
 
     @property
     def excluded(self) -> int:
         """Samples left out so far."""
-        return sum(int((~counts).sum()) for counts in self._counts)
+        return int((~self.counts).sum())
 
     @property
     def tokens(self) -> int:
         """Tokens that count."""
-        return sum(int(self._token_mask(index).sum()) for index in range(len(self)))
+        mask = self._windows.attention_mask
+        per_sample = self._windows.input_ids.shape[1] if mask is None else mask.sum(1)
+        return int((self.counts * per_sample).sum())
 
     def add(
         self,
         statistics: InputStatistics,
-        index: int,
+        samples: range,
         inputs: Tensor,
         float_inputs: Tensor | None,
         *,
@@ -79,7 +105,7 @@ class CalibrationBatches:
                 none is left.
             ArchitectureError: Padding, and inputs whose rows are not the tokens of the batch.
         """
-        mask = self._token_mask(index)
+        mask = self._token_mask(samples)
         everything = bool(mask.all())
         streams = [inputs] if float_inputs is None else [inputs, float_inputs]
         rows = mask.numel()
@@ -93,29 +119,31 @@ class CalibrationBatches:
             broken = torch.zeros_like(mask)
             for stream in streams:
                 broken |= ~torch.isfinite(stream.reshape(*mask.shape, -1)).all(-1)
-            samples = (broken & mask).any(1)
-            if bool(samples.any()):
+            bad = (broken & mask).any(1).cpu()
+            if bool(bad.any()):
                 where = "the output layer" if layer is None else f"block {layer}"
                 if not skip:
-                    sample = index * self._size + int(samples.nonzero()[0])
                     raise NonFiniteError(
-                        f"NaN or infinity in the inputs of {module}, {where}, calibration sample {sample}; "
+                        f"NaN or infinity in the inputs of {module}, {where}, calibration sample "
+                        f"{samples.start + int(bad.nonzero()[0])}; "
                         "check the model in this dtype, or set skip_nonfinite=True to leave such samples out"
                     )
-                self._counts[index] &= ~samples
-                if self.excluded == sum(len(ids) for ids in self._ids):
+                self.counts[samples.start : samples.stop] &= ~bad
+                if not self.counts.any():
                     raise NonFiniteError(
                         f"NaN or infinity in every calibration sample: none is left at the inputs of {module}, "
                         f"{where}; check the model in this dtype"
                     )
-                mask = self._token_mask(index)
+                mask = self._token_mask(samples)
                 everything = False
         chosen = [stream.reshape(-1, stream.shape[-1]) for stream in streams]
         if not everything:
             chosen = [stream[mask.flatten()] for stream in chosen]
         statistics.update(*chosen)
 
-    def _token_mask(self, index: int) -> Tensor:
-        """(samples, length) bool: tokens that are neither padding nor in an excluded sample."""
-        counts = self._counts[index][:, None].expand(self._ids[index].shape)
-        return counts & self._masks[index].to(self.device) if self._masks is not None else counts
+    def _token_mask(self, samples: range) -> Tensor:
+        """(samples, length) bool on the device: tokens that are neither padding nor in an excluded sample."""
+        rows = slice(samples.start, samples.stop)
+        counts = self.counts[rows, None].expand(-1, self._windows.input_ids.shape[1])
+        mask = self._windows.attention_mask
+        return (counts if mask is None else counts & mask[rows]).to(self.device)

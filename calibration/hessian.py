@@ -43,15 +43,15 @@ class InputStatistics:
             raise ShapeError(
                 "float_inputs must come with every update, or with none: cross statistics pair the streams"
             )
+        if float_inputs is not None and float_inputs.shape != inputs.shape:
+            raise ShapeError(
+                f"the float model's inputs are {tuple(float_inputs.shape)}, the quantized model's "
+                f"{tuple(inputs.shape)}; GPTAQ pairs them token by token"
+            )
         x = inputs.float()
         with full_float32():
             self._hessian.addmm_(x.T, x)
             if self._cross is not None and float_inputs is not None:
-                if float_inputs.shape != inputs.shape:
-                    raise ShapeError(
-                        f"the float model's inputs are {tuple(float_inputs.shape)}, the quantized model's "
-                        f"{tuple(inputs.shape)}; GPTAQ pairs them token by token"
-                    )
                 self._cross.addmm_((float_inputs.float() - x).T, x)
         self.tokens += x.shape[0]
 

@@ -65,6 +65,17 @@ class QuantizationSettings:
         return self.bits, self.group_size, self.sym
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerFacts:
+    """What the quantization config says of one quantized module; see `QuantizedWeight`."""
+
+    bits: int
+    group_size: int
+    in_features: int
+    sym: bool
+    trivial_group_index: bool
+
+
 def read_settings(values: Mapping[str, Any], where: str) -> QuantizationSettings:
     """The settings in a quantization config, whoever wrote it.
 
@@ -114,7 +125,11 @@ def read_settings(values: Mapping[str, Any], where: str) -> QuantizationSettings
 
 
 def quantization_json(
-    config: QuantizeConfig, weights: Mapping[str, QuantizedWeight], other_names: Iterable[str], version: str
+    config: QuantizeConfig,
+    weights: Mapping[str, QuantizedWeight | LayerFacts],
+    other_names: Iterable[str],
+    version: str,
+    carried: Iterable[str] = (),
 ) -> dict[str, Any]:
     """The quantization config of a checkpoint that holds `weights`.
 
@@ -126,6 +141,7 @@ def quantization_json(
         weights: Every quantized module by its full name.
         other_names: Names of the other 2-D tensors, to tell which modules of the blocks stayed in floating point.
         version: gptqkit's version.
+        carried: Names of tensors of the source that the model has no place for.
     """
     values: dict[str, Any] = {
         "quant_method": "gptq",
@@ -142,6 +158,8 @@ def quantization_json(
         "damp_percent": config.damp,
         "meta": {"quantizer": [f"gptqkit:{version}"], "gptqkit": config.to_dict()},
     }
+    if carried := list(carried):
+        values["meta"]["carried_tensors"] = carried
     skipped = skipped_modules(weights, other_names)
     dynamic: dict[str, dict[str, int]] = {pattern: {} for pattern in _patterns(FLOAT, skipped, [*weights, *skipped])}
     changed: dict[tuple[int, int], list[str]] = defaultdict(list)

@@ -36,6 +36,11 @@ class Shards:
         """The names of all tensors."""
         return list(self._where)
 
+    @property
+    def where(self) -> dict[str, Path]:
+        """The file of every tensor."""
+        return dict(self._where)
+
     def get(self, name: str) -> Tensor:
         """The tensor called `name`, mapped from its file.
 

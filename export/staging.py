@@ -35,13 +35,23 @@ def staged(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     directory.mkdir()
     try:
         yield directory
-        _sync(directory)
-        check_target(target, overwrite=overwrite)
-        _rename(directory, target)
+        replace_directory(directory, target, overwrite=overwrite)
     except BaseException:  # Ctrl-C too: nothing half-written stays
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    _sync_directory(target.parent)
+
+
+def replace_directory(directory: Path, target: Path, *, overwrite: bool = False) -> None:
+    """Sync `directory` and let it appear as `target`, in the place of a quantized model where that is wanted.
+
+    Raises:
+        OutputExistsError: The target exists, and `overwrite` is not set or it holds no quantized model.
+        OSError: The disk refused; the target is as it was.
+    """
+    _sync(directory)
+    check_target(target, overwrite=overwrite)
+    _rename(directory, target)
+    sync_directory(target.parent)
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
@@ -98,10 +108,11 @@ def _sync(directory: Path) -> None:
         for name in files:
             with open(os.path.join(root, name), "rb") as file:
                 os.fsync(file.fileno())
-        _sync_directory(Path(root))
+        sync_directory(Path(root))
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory last."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CheckpointError, ConversionError, ShapeError
-from ..quantizer.config import QuantizeConfig
+from ..quantizer.config import Format, QuantizeConfig
 from ..quantizer.quantized import QuantizedWeight
 from ..version import __version__
 from .card import model_card
-from .gptq import to_tensors
-from .quantization_config import quantization_json
+from .gptq import from_tensors, to_tensors
+from .quantization_config import LayerFacts, quantization_json
 from .reader import open_checkpoint
 from .shards import same_bits
-from .staging import staged
+from .work import WorkDirectory
 
 MAX_SHARD_BYTES = 4 << 30
 REPORT = "quantization_report.json"
+_TIMES = ("seconds", "tokens_per_second")  # equal jobs write equal files
 
 
 class SavesItself(Protocol):
@@ -46,9 +47,9 @@ def write_checkpoint(
     generation_config: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    finish: Callable[[Path], Mapping[str, Any]] | None = None,
+    measure: Callable[[Path], Mapping[str, Any]] | None = None,
 ) -> None:
-    """Write a checkpoint, read every tensor back, and only then let it appear under its name.
+    """Write a checkpoint whose tensors are all there, in one go: read back, and then it appears under its name.
 
     Args:
         out: The directory to make.
@@ -56,14 +57,13 @@ def write_checkpoint(
         weights: Every quantized module by its full name. Codes, scales and zeros go into the file untouched.
         other_tensors: All other tensors by their full names (biases, norms, embeddings), in the dtype to store. Tied
             tensors are given once.
-        model_config: config.json of the model; the quantization config is added and local paths are left out.
+        model_config: config.json of the model.
         report: quantization_report.json.
         tokenizer: Saved beside the weights.
         generation_config: generation_config.json.
         overwrite: Replace a quantized model that is there already, after the new one is complete.
-        max_shard_bytes: Start a new file before one grows beyond this; a larger tensor gets a file of its own.
-        finish: Called with the complete, verified directory before it is renamed; what it returns is merged into the
-            report, before report and model card are written.
+        max_shard_bytes: As for `finish_checkpoint`.
+        measure: As for `finish_checkpoint`.
 
     Raises:
         OutputExistsError: `out` exists, and `overwrite` is not set or it holds no quantized model.
@@ -72,23 +72,118 @@ def write_checkpoint(
         CheckpointError: A tensor reads back differently from what was written.
         OSError: The disk refused; nothing is left behind.
     """
+    work = WorkDirectory(out, {}, overwrite=overwrite)
+    try:
+        write_part(work, "everything", weights, other_tensors, config)
+        finish_checkpoint(
+            work,
+            config=config,
+            model_config=model_config,
+            report=report,
+            tokenizer=tokenizer,
+            generation_config=generation_config,
+            max_shard_bytes=max_shard_bytes,
+            measure=measure,
+        )
+    except BaseException:  # Ctrl-C too: nothing half-written stays
+        work.discard()
+        raise
+
+
+def write_part(
+    work: WorkDirectory,
+    name: str,
+    weights: Mapping[str, QuantizedWeight],
+    other_tensors: Mapping[str, Tensor],
+    config: QuantizeConfig,
+    record: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a part of a checkpoint into its work directory, read it back, and let it count.
+
+    Args:
+        work: The work directory.
+        name: Name of the part.
+        weights: Its quantized modules by their full names in the checkpoint.
+        other_tensors: Its other tensors.
+        config: The settings; `config.format` is the format written.
+        record: What the caller wants to remember with the part.
+
+    Raises:
+        ConversionError: Zeros that the format cannot hold.
+        ShapeError: A module whose dimensions cannot be packed, or tensors given twice.
+        CheckpointError: A tensor reads back differently from what was written.
+        OSError: The disk refused; the part does not count.
+    """
     _check_names(weights, other_tensors)
-    matrices = [name for name, tensor in other_tensors.items() if tensor.ndim == 2]
-    quantization = quantization_json(config, weights, matrices, __version__)
-    with staged(out, overwrite=overwrite) as directory:
-        _write_shards(directory, _all_tensors(weights, other_tensors, config), max_shard_bytes)
-        write_json(directory / "config.json", {**_public_config(model_config), "quantization_config": quantization})
-        write_json(directory / "quantize_config.json", quantization)
-        if generation_config is not None:
-            write_json(directory / "generation_config.json", _without_paths(generation_config))
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(directory))
-            _clean_tokenizer_config(directory / "tokenizer_config.json")
-        _verify(directory, weights, other_tensors)
-        measured = dict(finish(directory)) if finish is not None else {}
-        full_report = public_report({**report, **measured})
-        write_json(directory / REPORT, full_report)
-        (directory / "README.md").write_text(model_card(full_report, quantization), encoding="utf-8", newline="\n")
+    path = work.part(name)
+    _save(path, dict(_all_tensors(weights, other_tensors, config)))
+    _verify(path, weights, other_tensors, config.format)
+    facts = {
+        module: {
+            "bits": weight.bits,
+            "group_size": weight.group_size,
+            "in_features": weight.in_features,
+            "sym": weight.sym,
+            "trivial_group_index": weight.trivial_group_index,
+        }
+        for module, weight in weights.items()
+    }
+    matrices = [module for module, tensor in other_tensors.items() if tensor.ndim == 2]
+    work.commit(name, {"layers": facts, "matrices": matrices, "data": dict(record or {})})
+
+
+def finish_checkpoint(
+    work: WorkDirectory,
+    *,
+    config: QuantizeConfig,
+    model_config: Mapping[str, Any],
+    report: Mapping[str, Any],
+    tokenizer: SavesItself | None = None,
+    generation_config: Mapping[str, Any] | None = None,
+    carried: Sequence[str] = (),
+    copy_files: Callable[[Path], None] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    measure: Callable[[Path], Mapping[str, Any]] | None = None,
+) -> None:
+    """Make the checkpoint of all parts in `work`, read every tensor back, and only then let it appear under its name.
+
+    Args:
+        work: A work directory with all parts.
+        config: The settings.
+        model_config: config.json of the model; the quantization config is added and local paths are left out.
+        report: quantization_report.json; times are left out, so that equal jobs write equal files.
+        tokenizer: Saved beside the weights.
+        generation_config: generation_config.json.
+        carried: Names of tensors that the model has no place for; readers may ignore them.
+        copy_files: Called with the directory, to put further files there; files of ours that exist already stay.
+        max_shard_bytes: Start a new file before one grows beyond this; a larger tensor gets a file of its own.
+        measure: Called with the complete, verified directory; what it returns is merged into the report, before report
+            and model card are written.
+
+    Raises:
+        CheckpointError: A tensor reads back differently from what was written.
+        OSError: The disk refused; the parts stay, so that the job can go on.
+    """
+    layers = {name: LayerFacts(**facts) for record in work.records for name, facts in record["layers"].items()}
+    matrices = [name for record in work.records for name in record["matrices"]]
+    quantization = quantization_json(config, layers, matrices, __version__, carried)
+    directory = work.assemble(max_shard_bytes)
+    write_json(directory / "config.json", {**_public_config(model_config), "quantization_config": quantization})
+    write_json(directory / "quantize_config.json", quantization)
+    if generation_config is not None:
+        write_json(directory / "generation_config.json", _without_paths(generation_config))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(directory))
+        _clean_tokenizer_config(directory / "tokenizer_config.json")
+    if copy_files is not None:
+        copy_files(directory)
+    if set(open_checkpoint(directory).layers) != set(layers):
+        raise CheckpointError(f"{directory} reads back with other quantized layers than were written")
+    measured = dict(measure(directory)) if measure is not None else {}
+    full_report = public_report({**report, **measured})
+    write_json(directory / REPORT, full_report)
+    (directory / "README.md").write_text(model_card(full_report, quantization), encoding="utf-8", newline="\n")
+    work.finish()
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -97,8 +192,8 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def public_report(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The report for a published file: without local paths, and with None for numbers that JSON cannot hold."""
-    report = _finite(report)
+    """The report for a published file: without local paths and times, and None for numbers that JSON cannot hold."""
+    report = _published(report)
     measured = [{**row, "dataset": public_name(row["dataset"])} for row in report.get("perplexity") or []]
     return {
         **report,
@@ -107,11 +202,11 @@ def public_report(report: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _finite(value: Any) -> Any:
+def _published(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _published(item) for key, item in value.items() if key not in _TIMES}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_published(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -178,38 +273,8 @@ def _all_tensors(
     yield from other_tensors.items()
 
 
-def _write_shards(directory: Path, tensors: Iterator[tuple[str, Tensor]], max_shard_bytes: int) -> None:
-    """Write the tensors as model.safetensors, or as several files with an index, holding one file in memory."""
-    shards: list[list[str]] = []
-    total = 0
-    current: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        if current and size + tensor.nbytes > max_shard_bytes:
-            shards.append(_save(directory / _part(len(shards)), current))
-            current, size = {}, 0
-        current[name] = tensor
-        size += tensor.nbytes
-        total += tensor.nbytes
-    shards.append(_save(directory / _part(len(shards)), current))
-    if len(shards) == 1:
-        (directory / _part(0)).rename(directory / "model.safetensors")
-        return
-    weight_map = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
-        (directory / _part(number)).rename(directory / file)
-        weight_map.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(directory / "model.safetensors.index.json", index)
-
-
-def _part(number: int) -> str:
-    return f"part-{number}.safetensors"
-
-
-def _save(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Write one file and return its names. Clones let go of memory that a tensor shares with others."""
+def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write one file. Clones let go of memory that a tensor shares with others."""
     ready = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -222,19 +287,28 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
         save_file(ready, path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path} could not be written: {error}") from error
-    return list(ready)
 
 
-def _verify(directory: Path, weights: Mapping[str, QuantizedWeight], other_tensors: Mapping[str, Tensor]) -> None:
+def _verify(
+    path: Path,
+    weights: Mapping[str, QuantizedWeight],
+    other_tensors: Mapping[str, Tensor],
+    format: Format,  # noqa: A002
+) -> None:
     """Read everything back and compare it, bit for bit, with what was to be written."""
-    checkpoint = open_checkpoint(directory)
-    if set(checkpoint.layers) != set(weights):
-        raise CheckpointError(f"{directory} reads back with other quantized layers than were written")
-    for name, weight in weights.items():
-        found = checkpoint.quantized_weight(name)
-        for part in ("codes", "scale", "zero", "group_index"):
-            if not same_bits(getattr(found, part), getattr(weight, part)):
-                raise CheckpointError(f"the {part} of {name} reads back differently; disk or memory is faulty")
-    for name, tensor in other_tensors.items():
-        if not same_bits(checkpoint.tensor(name), tensor):
-            raise CheckpointError(f"{name} reads back differently; disk or memory is faulty")
+    with safe_open(path, framework="pt") as file:
+        for name, weight in weights.items():
+            found = from_tensors(
+                name,
+                {key: file.get_tensor(f"{name}.{key}") for key in ("qweight", "qzeros", "scales", "g_idx")},
+                bits=weight.bits,
+                group_size=weight.group_size,
+                sym=weight.sym,
+                format=format,
+            )
+            for part in ("codes", "scale", "zero", "group_index"):
+                if not same_bits(getattr(found, part), getattr(weight, part)):
+                    raise CheckpointError(f"the {part} of {name} reads back differently; disk or memory is faulty")
+        for name, tensor in other_tensors.items():
+            if not same_bits(file.get_tensor(name), tensor):
+                raise CheckpointError(f"{name} reads back differently; disk or memory is faulty")

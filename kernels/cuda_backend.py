@@ -1,8 +1,9 @@
 """The default on NVIDIA GPUs: products directly on the packed weight.
 
-The dequantized values are those of the torch backend where the scales have the activations' dtype; float16 scales are
-rounded for bfloat16 activations, once, at loading. Few rows of x run on a fused kernel that sums in float32, many on
-torch's dense product: the results differ from the torch backend's by the order of summation.
+The values are those of the torch backend: scales stay float16, as checkpoints have them. Up to 16 rows of x run on a
+fused kernel that applies them to sums in float32, more on one that rounds each weight once, many on torch's dense
+product. The results differ from the torch backend's by the order of summation and, up to 16 rows, by the rounding of
+weights that does not happen.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class CudaLinear(QuantLinear):
 
     def __init__(self, packed: PackedWeight, dtype: torch.dtype) -> None:
         super().__init__(packed, dtype)
-        repacked = repack(packed, dtype)
+        repacked = repack(packed)
         self.register_buffer("weight", repacked.weight)
         self.register_buffer("scale", repacked.scale)
         self.register_buffer("zero", repacked.zero)
@@ -52,16 +53,16 @@ class CudaLinear(QuantLinear):
         return unfit if unfit is not None else find_library().reason or None
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output, (..., out) in the dtype of `x`, which is (..., in) in the dtype it was loaded for."""
+        """The layer's output, (..., out) in the dtype of `x`, which is (..., in) in that of the bias."""
         own = self._buffers  # attributes of a module cost a microsecond each
         layer = (own["weight"], own["scale"], own["zero"], own["order"], own["bias"])
-        return product(x, *layer, self.bits, self.group_size, self.out_features)  # type: ignore[arg-type]
+        sizes = (self.bits, self.group_size, self.out_features, self.in_features)
+        return product(x, *layer, *sizes)  # type: ignore[arg-type]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Move as every module does, but keep the dtypes: `model.to(dtype)` must not change what the kernels read."""
-        scale, bias = self.scale, self.bias
+        """Move as every module does, but keep the scales' dtype: `model.to(dtype)` must not round the weights."""
+        scale = self.scale
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.scale.dtype != scale.dtype:
             self.scale = scale.to(self.scale.device)
-            self.bias = None if bias is None else bias.to(self.scale.device)
         return self

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import ShapeError
 from . import ops  # noqa: F401  (defines torch.ops.gptqkit)
-from .launcher import DTYPES
+from .operands import DTYPES
 from .packed import PackedWeight
 
 _STEP = 16
@@ -24,8 +25,8 @@ class RepackedWeight:
 
     Attributes:
         weight: Codes, int32 (tiles of 64 outputs, tiles of 64 inputs, bits, 32, 4), padded with 0.
-        scale: (groups, out padded to 64) in the dtype of the activations.
-        zero: Like `scale`: uint8, or int16 at 8 bits.
+        scale: (groups, out padded to 64) float16, whatever dtype the activations have.
+        zero: In the same order: uint8, two to a byte at 2 and 3 bits, or int16 at 8 bits.
         order: For act-order, the inputs in the order that the codes have, int32 (in,); else None.
         bits: Bits per code.
         group_size: Columns per group, in that order.
@@ -43,13 +44,10 @@ class RepackedWeight:
     out_features: int
 
 
-def repack(packed: PackedWeight, dtype: torch.dtype) -> RepackedWeight:
-    """`packed` for activations of `dtype`, on its device; there must be no `refusal`.
-
-    Scales of another dtype are rounded to `dtype`.
-    """
+def repack(packed: PackedWeight) -> RepackedWeight:
+    """`packed` as the kernels read it, on its device and to the bit; there must be no `refusal`."""
     order = torch.argsort(packed.g_idx, stable=True).to(torch.int32) if packed.act_order else None
-    scale, zero = torch.ops.gptqkit.repack_grid(packed.scales.to(dtype), packed.qzeros, packed.bits, packed.zero_offset)
+    scale, zero = torch.ops.gptqkit.repack_grid(packed.scales.half(), packed.qzeros, packed.bits, packed.zero_offset)
     return RepackedWeight(
         weight=torch.ops.gptqkit.repack_weight(packed.qweight, order, packed.bits),
         scale=scale,
@@ -63,12 +61,12 @@ def repack(packed: PackedWeight, dtype: torch.dtype) -> RepackedWeight:
 
 
 def matmul(x: Tensor, weight: RepackedWeight, bias: Tensor | None = None) -> Tensor:
-    """The product x weightT + bias, (..., out), for x (..., in) in the dtype of the scales.
+    """The product x weightT + bias, (..., out), for x (..., in) and bias in float16 or bfloat16.
 
     Differentiable in x, by way of the dense weight.
     """
     layer = (weight.weight, weight.scale, weight.zero, weight.order)
-    return product(x, *layer, bias, weight.bits, weight.group_size, weight.out_features)
+    return product(x, *layer, bias, weight.bits, weight.group_size, weight.out_features, weight.in_features)
 
 
 def product(
@@ -81,18 +79,25 @@ def product(
     bits: int,
     group_size: int,
     out_features: int,
+    in_features: int,
 ) -> Tensor:
-    """What `matmul` returns, for a layer given by its tensors and sizes."""
+    """What `matmul` returns, for a layer given by its tensors and sizes.
+
+    Raises:
+        ShapeError: x or the tensors do not fit the sizes.
+    """
+    if x.shape[-1] != in_features:
+        raise ShapeError(f"x has {x.shape[-1]} columns, and the layer takes {in_features}; it belongs to another layer")
     ordered = x if order is None else x.index_select(-1, order)
     if x.requires_grad and torch.is_grad_enabled():
-        dense = torch.ops.gptqkit.dequantize(weight, scale, zero, bits, group_size, out_features, x.shape[-1])
+        dense = torch.ops.gptqkit.dequantize(weight, scale, zero, bits, group_size, out_features, in_features, x.dtype)
         return torch.nn.functional.linear(ordered, dense, bias)
     y: Tensor = _linear(ordered, weight, scale, zero, bias, bits, group_size, out_features)
     return y
 
 
-def dequantize(weight: RepackedWeight) -> Tensor:
-    """The dense weight, (out, in) in the dtype of the scales, its columns in the order of `weight.order`."""
+def dequantize(weight: RepackedWeight, dtype: torch.dtype) -> Tensor:
+    """The dense weight, (out, in) in float16 or bfloat16, its columns in the order of `weight.order`."""
     dense: Tensor = torch.ops.gptqkit.dequantize(
         weight.weight,
         weight.scale,
@@ -101,6 +106,7 @@ def dequantize(weight: RepackedWeight) -> Tensor:
         weight.group_size,
         weight.out_features,
         weight.in_features,
+        dtype,
     )
     return dense
 
@@ -115,6 +121,9 @@ def refusal(packed: PackedWeight, dtype: torch.dtype) -> str | None:
         return f"the layer has {packed.in_features} inputs, and the kernels need a multiple of 32"
     if packed.group_size % _STEP and packed.group_size < packed.in_features:
         return f"the layer has groups of {packed.group_size} columns, and the kernels need a multiple of {_STEP}"
+    scales = packed.scales
+    if scales.dtype != torch.float16 and not torch.equal(scales.half().to(scales.dtype), scales):
+        return "some of the layer's bfloat16 scales are no float16 values, which the kernels need"
     if packed.act_order:
         members = torch.bincount(packed.g_idx.long(), minlength=packed.scales.shape[0])
         if bool((members[:-1] != packed.group_size).any()):

@@ -16,17 +16,19 @@ from torch import Tensor
 
 from ..errors import BackendError, ShapeError
 from .library import KernelLibrary, find_library
+from .operands import (
+    DTYPES,
+    Form,
+    check_grid,
+    check_input,
+    check_layer,
+    check_words,
+    scale_form,
+    weight_form,
+    zero_form,
+)
 from .tickets import Tickets
 from .tuning import Tuning, tuning_for
-
-DTYPES = {torch.float16: 0, torch.bfloat16: 1}
-
-TILE = 64
-
-
-def zero_dtype(bits: int) -> torch.dtype:
-    """What holds every zero 0 ... 2^bits: int16 stands for the interface's uint16."""
-    return torch.int16 if bits == 8 else torch.uint8
 
 
 class Launcher:
@@ -43,9 +45,10 @@ class Launcher:
 
     def repack_weight(self, qweight: Tensor, rows: Tensor | None, bits: int) -> Tensor:
         """Codes in the kernel's layout; see `ops.repack_weight`."""
-        n, k = qweight.shape[1], qweight.shape[0] * 32 // bits
-        weight = qweight.new_empty(weight_shape(n, k, bits))
         qweight, rows = qweight.contiguous(), None if rows is None else rows.contiguous()
+        check_words(qweight, rows, bits)
+        n, k = qweight.shape[1], qweight.shape[0] * 32 // bits
+        weight = _empty(qweight, weight_form(n, k, bits))
         with self._current():
             arguments = (bits, _pointer(qweight), _pointer(rows), _pointer(weight), n, k, self._stream())
             self.library.run("gptqkit_repack_weight", *arguments)
@@ -53,14 +56,14 @@ class Launcher:
 
     def repack_grid(self, scales: Tensor, qzeros: Tensor, bits: int, zero_offset: int) -> tuple[Tensor, Tensor]:
         """Scales and zeros in the kernel's order; see `ops.repack_grid`."""
-        groups, n = scales.shape
-        scale = scales.new_empty(grid_shape(groups, n))
-        zero = scales.new_empty(grid_shape(groups, n), dtype=zero_dtype(bits))
         scales, qzeros = scales.contiguous(), qzeros.contiguous()  # copies must live until the kernel is started
+        check_grid(scales, qzeros, bits)
+        groups, n = scales.shape
+        scale, zero = _empty(scales, scale_form(groups, n)), _empty(scales, zero_form(groups, n, bits))
         with self._current():
             sources = (_pointer(scales), _pointer(qzeros))
             arguments = (*sources, zero_offset, _pointer(scale), _pointer(zero), n, groups, self._stream())
-            self.library.run("gptqkit_repack_grid", bits, DTYPES[scales.dtype], *arguments)
+            self.library.run("gptqkit_repack_grid", bits, *arguments)
         return scale, zero
 
     def linear(
@@ -75,11 +78,12 @@ class Launcher:
         out_features: int,
     ) -> Tensor:
         """The product x WT + bias on the path that is faster; see `ops.linear`."""
-        _check(x, weight, scale, bias)
+        check_input(x, bias, out_features)
+        check_layer(x.device, weight, scale, zero, bits, group_size, out_features, x.shape[-1])
         rows = x.reshape(-1, x.shape[-1])
         layer = (weight, scale, zero, bias, bits, group_size, out_features)
         if self.tuning.fused(bits, rows.shape[0]):
-            y = self.gemm(rows, *layer, self._split(*rows.shape, out_features))
+            y = self.fused_product(rows, *layer, self._split(*rows.shape, out_features))
         else:
             y = self.dense_product(rows, *layer)
         return y.view(*x.shape[:-1], out_features)
@@ -97,7 +101,25 @@ class Launcher:
         split: int,
     ) -> Tensor:
         """The product x WT + bias on the fused kernel; see `ops.gemm`."""
-        _check(x, weight, scale, bias)
+        if x.dim() != 2:
+            raise ShapeError(f"x has the shape {tuple(x.shape)}, and two axes are needed; reshape it, or use `linear`")
+        check_input(x, bias, out_features)
+        check_layer(x.device, weight, scale, zero, bits, group_size, out_features, x.shape[1])
+        return self.fused_product(x, weight, scale, zero, bias, bits, group_size, out_features, split)
+
+    def fused_product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor,
+        bias: Tensor | None,
+        bits: int,
+        group_size: int,
+        out_features: int,
+        split: int,
+    ) -> Tensor:
+        """What `gemm` returns, for operands that fit."""
         m, k = x.shape
         x = _aligned(x)
         y = x.new_empty((m, out_features))
@@ -116,10 +138,21 @@ class Launcher:
         return y
 
     def dequantize(
-        self, weight: Tensor, scale: Tensor, zero: Tensor, bits: int, group_size: int, out_features: int, columns: int
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor,
+        bits: int,
+        group_size: int,
+        out_features: int,
+        columns: int,
+        dtype: torch.dtype,
     ) -> Tensor:
         """The dense weight; see `ops.dequantize`."""
-        dense = scale.new_empty((out_features, columns))
+        if dtype not in DTYPES:
+            raise ShapeError(f"{dtype} is asked for, and the kernels write float16 or bfloat16; convert one of them")
+        check_layer(weight.device, weight, scale, zero, bits, group_size, out_features, columns)
+        dense = scale.new_empty((out_features, columns), dtype=dtype)
         self._dequantize(dense, 0, weight, scale, zero, bits, group_size, out_features)
         return dense
 
@@ -134,7 +167,7 @@ class Launcher:
         group_size: int,
         out_features: int,
     ) -> Tensor:
-        """The product x WT + bias by torch, on the weight dequantized a part at a time."""
+        """The product x WT + bias by torch, on the weight dequantized a part at a time; for operands that fit."""
         y = x.new_empty((x.shape[0], out_features))
         step = min(out_features, self.tuning.dense_rows(x.element_size() * x.shape[1]))
         buffer = x.new_empty((step, x.shape[1]))  # torch's allocator hands out the same one at every call
@@ -163,7 +196,7 @@ class Launcher:
         with self._current():
             sizes = (first, dense.shape[0], out_features, dense.shape[1], group_size)
             tensors = map(_pointer, (weight, scale, zero, dense))
-            self.library.run("gptqkit_dequantize", bits, DTYPES[scale.dtype], *tensors, *sizes, self._stream())
+            self.library.run("gptqkit_dequantize", bits, DTYPES[dense.dtype], *tensors, *sizes, self._stream())
 
     def _choose_split(self, rows: int, columns: int, out_features: int) -> int:
         _, tiles = self.library.workspace(rows, out_features, columns, 2)  # one ticket per tile
@@ -183,8 +216,11 @@ def launcher_for(device: torch.device) -> Launcher:
     """The launcher of a GPU.
 
     Raises:
+        ShapeError: The device is none.
         BackendError: There is no library for it.
     """
+    if device.type != "cuda":
+        raise ShapeError(f"the first operand is on {device}, and others are on a GPU; move it there")
     search = find_library()
     if search.library is None:
         raise BackendError(search.reason)
@@ -192,40 +228,13 @@ def launcher_for(device: torch.device) -> Launcher:
     return Launcher(search.library, device, tuning_for(properties.name), properties.multi_processor_count)
 
 
-def weight_shape(out_features: int, in_features: int, bits: int) -> tuple[int, ...]:
-    """The shape of codes in the kernel's layout, int32; see `csrc/api.h`."""
-    return (_padded(out_features) // TILE, _padded(in_features) // TILE, bits, 32, 4)
-
-
-def grid_shape(groups: int, out_features: int) -> tuple[int, int]:
-    """The shape of scales and zeros in the kernel's order."""
-    return (groups, _padded(out_features))
-
-
-def _padded(size: int) -> int:
-    return -(-size // TILE) * TILE
+def _empty(beside: Tensor, form: Form) -> Tensor:
+    dtype, shape = form
+    return beside.new_empty(shape, dtype=dtype)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-    """Refuse what would make a kernel read where it must not; layers come from `gemm.repack` and fit together.
-
-    Raises:
-        ShapeError: x does not fit the layer.
-    """
-    if x.dtype != scale.dtype or (bias is not None and bias.dtype != scale.dtype):
-        came = x.dtype if bias is None else f"{x.dtype} and the bias {bias.dtype}"
-        raise ShapeError(f"x is {came}, and the layer was made for {scale.dtype}; load the model with that dtype")
-    if x.device != weight.device:
-        raise ShapeError(f"x is on {x.device}, and the layer is on {weight.device}; move one of them")
-    if _padded(x.shape[-1]) != weight.shape[1] * TILE:
-        raise ShapeError(
-            f"x has {x.shape[-1]} columns, and the layer takes {(weight.shape[1] - 1) * TILE + 1} to "
-            f"{weight.shape[1] * TILE}; it belongs to another layer"
-        )
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from pathlib import Path
 from ..errors import BackendError
 from . import build
 
-ABI = 2
+ABI = 3
 FILE_NAME = "libgptqkit.so"
 
 OLDEST_CAPABILITY = (8, 0)
@@ -33,7 +33,7 @@ _HERE = Path(__file__).parent
 _SIGNATURES = {
     "gptqkit_versions": [POINTER(c_int), POINTER(c_int)],
     "gptqkit_repack_weight": [c_int, c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p],
-    "gptqkit_repack_grid": [c_int, c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int, c_int, c_void_p],
+    "gptqkit_repack_grid": [c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int, c_int, c_void_p],
     "gptqkit_workspace": [c_int, c_int, c_int, c_int, POINTER(c_int64), POINTER(c_int64)],
     "gptqkit_gemm": [c_int, c_int, c_void_p, c_int64, *[c_void_p] * 7, *[c_int] * 5, c_void_p],
     "gptqkit_dequantize": [c_int, c_int, *[c_void_p] * 4, *[c_int] * 5, c_void_p],

@@ -2,7 +2,7 @@
 
     linear          x WT + bias, (..., out), on the faster of two paths
     gemm            the same for x (rows, in) on the fused kernel, with the split given
-    dequantize      W, (out, in): exact in float32, rounded once
+    dequantize      W, (out, in): exact in float32, rounded once to the dtype given
     repack_weight   a checkpoint's words in the kernel's layout
     repack_grid     a checkpoint's scales and zeros in the kernel's order
 
@@ -18,14 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .launcher import Launcher, grid_shape, launcher_for, weight_shape, zero_dtype
+from .launcher import Launcher, launcher_for
+from .operands import Form, scale_form, weight_form, zero_form
 
 _LAYER = "Tensor weight, Tensor scale, Tensor zero"
+_SIZES = "int bits, int group_size, int out_features"
 
 SCHEMAS = {
-    "linear": f"(Tensor x, {_LAYER}, Tensor? bias, int bits, int group_size, int out_features) -> Tensor",
-    "gemm": f"(Tensor x, {_LAYER}, Tensor? bias, int bits, int group_size, int out_features, int split) -> Tensor",
-    "dequantize": f"({_LAYER}, int bits, int group_size, int out_features, int in_features) -> Tensor",
+    "linear": f"(Tensor x, {_LAYER}, Tensor? bias, {_SIZES}) -> Tensor",
+    "gemm": f"(Tensor x, {_LAYER}, Tensor? bias, {_SIZES}, int split) -> Tensor",
+    "dequantize": f"({_LAYER}, {_SIZES}, int in_features, ScalarType dtype) -> Tensor",
     "repack_weight": "(Tensor qweight, Tensor? rows, int bits) -> Tensor",
     "repack_grid": "(Tensor scales, Tensor qzeros, int bits, int zero_offset) -> (Tensor, Tensor)",
 }
@@ -43,18 +45,24 @@ def gemm_result(x: Tensor, *layer: Any) -> Tensor:
 
 def dequantize_result(weight: Tensor, scale: Tensor, *layer: Any) -> Tensor:  # noqa: ARG001
     """What `dequantize` returns, without values."""
-    return scale.new_empty(layer[-2:])
+    return scale.new_empty(layer[-3:-1], dtype=layer[-1])
 
 
 def repack_weight_result(qweight: Tensor, rows: Tensor | None, bits: int) -> Tensor:  # noqa: ARG001
     """What `repack_weight` returns, without values."""
-    return qweight.new_empty(weight_shape(qweight.shape[1], qweight.shape[0] * 32 // bits, bits))
+    return _without_values(qweight, weight_form(qweight.shape[1], qweight.shape[0] * 32 // bits, bits))
 
 
 def repack_grid_result(scales: Tensor, qzeros: Tensor, bits: int, zero_offset: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     """What `repack_grid` returns, without values."""
-    shape = grid_shape(*scales.shape)
-    return scales.new_empty(shape), scales.new_empty(shape, dtype=zero_dtype(bits))
+    groups, outputs = scales.shape
+    scale, zero = scale_form(groups, outputs), zero_form(groups, outputs, bits)
+    return _without_values(scales, scale), _without_values(scales, zero)
+
+
+def _without_values(beside: Tensor, form: Form) -> Tensor:
+    dtype, shape = form
+    return beside.new_empty(shape, dtype=dtype)
 
 
 FAKES: dict[str, Callable[..., Any]] = {

@@ -54,6 +54,7 @@ class QuantizationReport:
         seed: Seed that chose the samples.
         tokens: Calibration tokens that counted (no padding, no excluded samples).
         excluded_samples: Samples left out for non-finite activations.
+        batch_size: Samples per forward pass in the end: what was asked for, or less where memory ran out.
         block_weights: Weights in matrices (and fused experts) of the repeated blocks.
         quantized_weights: Those among them that were quantized; the rest stays in floating point.
         device: Type of device that did the work.
@@ -70,6 +71,7 @@ class QuantizationReport:
     seed: int
     tokens: int
     excluded_samples: int
+    batch_size: int
     block_weights: int
     quantized_weights: int
     device: str

@@ -73,7 +73,8 @@ def test_quantize_passes_every_option_on(monkeypatch: pytest.MonkeyPatch, capsys
         "quantize org/model out --bits 2 --group-size 64 --asym --method gptaq --format gptq --calibration a.txt "
         "--samples 3 --sequence-length 16 --seed 7 --no-act-group-aware --static-groups --device cpu --damp 0.05 "
         "--no-mse --alpha 0.5 --no-true-sequential --block-size 32 --float64 --skip-nonfinite --lm-head --batch-size 2 "
-        "--column c --split s --no-concatenate --evaluate-on b.txt --overwrite --trust-remote-code"
+        "--column c --split s --no-concatenate --evaluate-on b.txt --overwrite --resume --activations disk "
+        "--trust-remote-code"
     )
     assert cli.main(command.split()) == 0
     assert quantize.args == ("org/model",)
@@ -109,6 +110,8 @@ def test_quantize_passes_every_option_on(monkeypatch: pytest.MonkeyPatch, capsys
         "concatenate": False,
         "evaluate_on": "b.txt",
         "overwrite": True,
+        "resume": True,
+        "activations": "disk",
         "trust_remote_code": True,
     }
     captured = capsys.readouterr()

@@ -90,7 +90,7 @@ def test_an_existing_folder_is_refused_and_left_alone(
 
 
 @pytest.mark.parametrize("stage", ["quantize", "evaluate"])
-def test_interruption_leaves_nothing(
+def test_an_interrupted_job_leaves_nothing_or_can_be_resumed(
     options: list[str],
     text: Path,
     tmp_path: Path,
@@ -103,10 +103,18 @@ def test_interruption_leaves_nothing(
             if step.stage == stage:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "ProgressDisplay", Interrupted)
-    assert cli.main([*options, str(tmp_path / "out"), "--method", "rtn", "--evaluate-on", str(text)]) == 130
-    assert list(tmp_path.iterdir()) == []
+    command = [*options, str(tmp_path / "out"), "--method", "rtn", "--evaluate-on", str(text)]
+    with monkeypatch.context() as patch:
+        patch.setattr(cli, "ProgressDisplay", Interrupted)
+        assert cli.main(command) == 130
     assert capsys.readouterr().err.endswith("gptqkit: interrupted\n")
+    if stage == "quantize":
+        assert list(tmp_path.iterdir()) == []
+        return
+    assert cli.main(command) == 1
+    assert "resume it" in capsys.readouterr().err
+    assert cli.main([*command, "--resume"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_missing_folder_for_the_scores_is_found_out_before_the_work(

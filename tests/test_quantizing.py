@@ -5,11 +5,13 @@ import torch
 from safetensors.torch import save_file
 
 import gptqkit
+from gptqkit.calibration.windows import TokenWindows
 from gptqkit.errors import ArchitectureError, CalibrationError, ConfigError, GptqkitError, OutputExistsError
 from gptqkit.export.gptq import to_tensors
 from gptqkit.export.reader import open_checkpoint
 from gptqkit.loading import load_float
 from gptqkit.quantizer.modules import Target
+from gptqkit.quantizer.walk import quantize_blocks
 from support.models import MODELS, build, windows
 
 
@@ -36,12 +38,11 @@ def with_solved_weights(model, result):
 def test_what_is_loaded_is_what_was_solved_for_every_architecture(name, padded, tmp_path):
     """From the model through the files and back: logits equal to the bit, tied embeddings, biases, Conv1D included."""
     tokens = windows(padded=padded)
-    result = gptqkit.quantize(
-        build(name), tokens.input_ids, tmp_path / "out", config(method="gptaq"), samples=6, sequence_length=24
-    )
+    settings = {"config": config(method="gptaq"), "samples": 6, "sequence_length": 24}
+    gptqkit.quantize(build(name), tokens.input_ids, tmp_path / "out", **settings)
     loaded, tokenizer = gptqkit.load(tmp_path / "out", backend="torch")
     assert tokenizer is None
-    expected = with_solved_weights(build(name), result)
+    expected = with_solved_weights(build(name), gptqkit.quantize(build(name), tokens.input_ids, **settings))
     with torch.no_grad():
         assert torch.equal(loaded(tokens.input_ids).logits, expected(tokens.input_ids).logits)
 
@@ -56,10 +57,13 @@ def test_what_is_loaded_is_what_was_solved_for_every_architecture(name, padded, 
 def test_codes_scales_and_zeros_reach_the_file_untouched(bits, sym, format_, order, tmp_path):
     settings = config(bits=bits, sym=sym, format=format_, **order)
     model = build("mistral", num_hidden_layers=1)
-    result = gptqkit.quantize(model, windows().input_ids, tmp_path / "out", settings, samples=2, sequence_length=24)
+    tokens = windows().input_ids[:2]
+    result = gptqkit.quantize(model, tokens, tmp_path / "out", settings, sequence_length=24)
+    solved = quantize_blocks(model, TokenWindows(tokens), settings, device=torch.device("cpu")).weights
     checkpoint = open_checkpoint(tmp_path / "out")
     assert checkpoint.desc_act == (order == {"desc_act": True})
-    for name, weight in result.weights.items():
+    assert set(result.weights) == set(solved)
+    for name, weight in solved.items():
         stored = checkpoint.quantized_weight(name)
         for part in ("codes", "scale", "zero", "group_index"):
             assert torch.equal(getattr(stored, part), getattr(weight, part)), (name, part)
@@ -92,10 +96,12 @@ def test_example_model_from_text_to_perplexity(tmp_path, example_model, text_fil
     assert reloaded.perplexity == solved.perplexity
     assert reloaded.kl_divergence > 0
     report = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
-    assert report["perplexity"] == result.report.to_dict()["perplexity"]
+    measured = dict(result.report.to_dict()["perplexity"][0])
+    assert measured.pop("seconds") > 0  # times stay out of the files: equal jobs write equal files
+    assert report["perplexity"] == [measured]
     assert report["perplexity"][0]["dataset"] == text_file.name
     assert report["perplexity"][0]["perplexity"] > 1
-    assert [module["name"] for module in report["modules"]] == list(result.weights)
+    assert sorted(module["name"] for module in report["modules"]) == sorted(result.weights)
     published = "".join(path.read_text() for path in (tmp_path / "out").iterdir() if path.suffix in (".json", ".md"))
     assert str(tmp_path) not in published
     assert str(example_model.parent) not in published
@@ -147,17 +153,6 @@ def test_overrides_reach_the_files(tmp_path):
     with torch.no_grad():
         assert torch.equal(loaded(windows().input_ids).logits, expected(windows().input_ids).logits)
     assert {spec.bits for spec in open_checkpoint(tmp_path / "out").layers.values()} == {4, 8}
-
-
-@pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError])
-def test_a_failure_while_writing_leaves_nothing(failure, tmp_path, monkeypatch):
-    def fail(*_, **__):
-        raise failure
-
-    monkeypatch.setattr("gptqkit.export.writer.model_card", fail)
-    with pytest.raises(failure):
-        gptqkit.quantize(build("gpt2"), None, tmp_path / "out", config(method="rtn"))
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_cannot_work_is_refused_before_any_work(tmp_path):

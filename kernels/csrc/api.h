@@ -1,4 +1,4 @@
-// The C interface of the kernel library, version 2. It needs the CUDA driver and neither torch nor Python.
+// The C interface of the kernel library, version 3. It needs the CUDA driver and neither torch nor Python.
 //
 // A layer has N outputs, K inputs and G = ceil(K / group) groups of `group` neighbouring inputs. Its weight is
 //
@@ -9,16 +9,18 @@
 //
 // Repacked form. Columns go in tiles of 64, inputs in steps of 16, four of which make one unit of 64 x 64 codes.
 //     weight  uint32 [ceil(N/64)][ceil(K/64)][bits][32][4]     what each lane of a warp reads, see layout.cuh
-//     scale   dtype  [G][ceil(N/64) * 64]                      column 16i + 8h + c of a tile is at 8c + 2i + h
-//     zero    [G][ceil(N/64) * 64], in the same order          uint8 at 2, 3 and 4 bits, uint16 at 8 bits, so that
-//                                                              every zero from 0 to 2^bits is exact
+//     scale   float16 [G][ceil(N/64) * 64]                     column 16i + 8h + c of a tile is at 8c + 2i + h
+//     zero    [G][ceil(N/64) * 64], in the same order          nibbles at 2 and 3 bits (two per byte, the first low),
+//                                                              uint8 at 4 bits, uint16 at 8 bits, so that every zero
+//                                                              from 0 to 2^bits is exact
 // Padded codes, scales and zeros are 0.
 //
 // Every function that returns int returns 0 or an error code, whose text gptqkit_error gives: negative codes are ours,
 // positive ones are cudaError_t. All tensors are device pointers and row-major; `stream` is a cudaStream_t of the
 // current device; nothing synchronizes, allocates or reads the host's memory, so all calls can be captured in a graph.
-// `dtype` is 0 for float16, 1 for bfloat16; x, scale, bias, y and dense have it. n, k and m may be any size for which
-// the tensors fit the device: products of them are 64-bit.
+// `dtype` is 0 for float16, 1 for bfloat16; x, bias, y and dense have it. Scales are float16 whatever the dtype, as
+// checkpoints hold them, and never rounded. n, k and m may be any size for which the tensors fit the device: products
+// of them are 64-bit.
 #pragma once
 #include <stdint.h>
 
@@ -37,7 +39,7 @@ enum gptqkit_code {
     GPTQKIT_FAULT = -7,         // emulator only: the kernel broke a rule of the hardware; the text says which
 };
 
-// The number of this interface: 2. A library with another number must not be called otherwise.
+// The number of this interface: 3. A library with another number must not be called otherwise.
 GPTQKIT_API int gptqkit_abi(void);
 
 // A text for a code, valid until the thread's next call.
@@ -55,7 +57,7 @@ GPTQKIT_API int gptqkit_repack_weight(int bits, const int32_t *qweight /*[K*bits
 
 // Scales and packed zeros -> `scale` and `zero`. A zero is its stored code + zero_offset: 1 in GPTQ v1, 0 in v2. A
 // row of zeros must fill whole words. scale and zero are 16-byte aligned.
-GPTQKIT_API int gptqkit_repack_grid(int bits, int dtype, const void *scales /*[G, N]*/,
+GPTQKIT_API int gptqkit_repack_grid(int bits, const void *scales /*float16 [G, N]*/,
                                     const int32_t *qzeros /*[G, N*bits/32]*/, int zero_offset, void *scale, void *zero,
                                     int n, int groups, void *stream);
 

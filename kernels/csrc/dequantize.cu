@@ -15,7 +15,7 @@ constexpr int kWarps = 4;
 
 struct DequantizeArguments {
     const uint4 *weight;
-    const uint16_t *scale;
+    const uint16_t *scale; // float16
     const void *zero;
     uint16_t *dense;
     int first, count, k, group, units, column_tiles;
@@ -46,14 +46,15 @@ template <class T, int BITS> KERNEL(kWarps *kLanes, 1) dequantize(DequantizeArgu
             for (int h = 0; h < 2; h++) {
                 const int row = tile * kTile + 16 * i + 8 * h + lane / 4 - a.first;
                 if (row < 0 || row >= a.count) continue;
-                const float scale = to_float<T>(load_constant(a.scale + grid + 2 * i + h));
-                const float zero = load_constant(static_cast<const Zero<BITS> *>(a.zero) + grid + 2 * i + h);
+                const float scale = to_float<Float16>(load_constant(a.scale + grid + 2 * i + h));
+                const auto *const zeros = static_cast<const ZeroPair<BITS> *>(a.zero) + grid / 2;
+                const float zero = float(zero_of<BITS>(load_constant(zeros + i), h));
                 uint32_t out[2];
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
                     const uint32_t codes = pair[i][h + 2 * r];
-                    out[r] = from_float<T>((float(codes & 0xffff) - zero) * scale) |
-                             uint32_t(from_float<T>((float(codes >> 16) - zero) * scale)) << 16;
+                    out[r] = pair_from_floats<T>((float(codes & 0xffff) - zero) * scale,
+                                                 (float(codes >> 16) - zero) * scale);
                 }
                 *reinterpret_cast<uint2 *>(a.dense + int64_t(row) * a.k + k) = uint2{out[0], out[1]};
             }

@@ -6,8 +6,9 @@
 //   - lanes of one warp that meet in different collectives, threads that wait for others that are gone, misaligned
 //     copies and copies under way at the end of a kernel are faults: the launch stops and returns GPTQKIT_FAULT;
 //   - behind dynamic shared memory lies a guard zone: reading it gives NaN, writing it is a fault.
-// Not seen: races between blocks (they run one after another), speed, bank conflicts, rounding inside tensor cores
-// (sums are float64 here, rounded once per instruction).
+// Not seen: races between blocks (they run one after another), speed, bank conflicts, rounding inside an instruction of
+// the tensor cores: sums are float64 here, cut off once at the end, towards zero as the hardware does (Fasi et al. 2021,
+// "Numerical behavior of NVIDIA tensor cores").
 #pragma once
 
 #include <ucontext.h>
@@ -181,6 +182,11 @@ inline float half_to_float(uint16_t bits) {
     return value;
 }
 
+inline float towards_zero(double value) {
+    const float near = float(value);
+    return std::fabs(double(near)) > std::fabs(value) ? std::nextafter(near, 0.f) : near;
+}
+
 inline uint16_t float_to_half(float value) {
     uint32_t word;
     memcpy(&word, &value, 4);
@@ -215,6 +221,10 @@ template <> inline uint16_t from_float<BFloat16>(float value) {
     uint32_t word;
     memcpy(&word, &value, 4);
     return std::isnan(value) ? 0x7fff : (word + 0x7fff + (word >> 16 & 1)) >> 16;
+}
+
+template <class T> uint32_t pair_from_floats(float low, float high) {
+    return from_float<T>(low) | uint32_t(from_float<T>(high)) << 16;
 }
 
 inline uint32_t and_or(uint32_t word, uint32_t mask, uint32_t bits) { return (word & mask) | bits; }
@@ -273,7 +283,7 @@ template <class T> void multiply_add(float (&d)[4], const uint32_t (&a)[4], cons
                 const float *row = left[lane / 4 + 8 * (e >> 1)], *column = right[2 * (lane % 4) + (e & 1)];
                 double sum = warp.d[lane][e];
                 for (int k = 0; k < 16; k++) sum += double(row[k]) * column[k];
-                warp.d[lane][e] = float(sum);
+                warp.d[lane][e] = emulator::towards_zero(sum);
             }
     });
     memcpy(d, warp.d[lane], sizeof d);

@@ -7,7 +7,7 @@ struct GemmArguments {
     const uint16_t *x;
     int64_t ldx;
     const uint4 *weight;
-    const uint16_t *scale;
+    const uint16_t *scale; // float16
     const void *zero;
     const uint16_t *bias; // may be null
     uint16_t *y;
@@ -19,13 +19,13 @@ struct GemmArguments {
 // A lane's eight scales and zeros of one group, as they lie in memory.
 template <int BITS> struct GridWords {
     uint32_t scale[4];
-    uint32_t zero[BITS == 8 ? 4 : 2];
+    uint32_t zero[kZeroBits<BITS> / 4];
 
     // Element 2i + h, for 0 <= i < 4 and 0 <= h < 2.
-    template <class T> DEVICE float scale_at(int i, int h) const { return to_float<T>(uint16_t(scale[i] >> 16 * h)); }
+    DEVICE float scale_at(int i, int h) const { return to_float<Float16>(uint16_t(scale[i] >> 16 * h)); }
     DEVICE float zero_at(int i, int h) const {
-        if constexpr (BITS == 8) return float(zero[i] >> 16 * h & 0xffff);
-        return float(zero[i / 2 % 2] >> (16 * (i % 2) + 8 * h) & 0xff);
+        constexpr int pairs = 16 / kZeroBits<BITS>; // of a word
+        return float(zero_of<BITS>(zero[i / pairs] >> 2 * kZeroBits<BITS> * (i % pairs), h));
     }
 };
 
@@ -35,13 +35,15 @@ template <int BITS> DEVICE GridWords<BITS> load_grid(const GemmArguments &a, int
     GridWords<BITS> words;
     const uint4 scale = load_constant(reinterpret_cast<const uint4 *>(a.scale + place));
     words.scale[0] = scale.x, words.scale[1] = scale.y, words.scale[2] = scale.z, words.scale[3] = scale.w;
-    const Zero<BITS> *const source = static_cast<const Zero<BITS> *>(a.zero) + place;
+    const ZeroPair<BITS> *const source = static_cast<const ZeroPair<BITS> *>(a.zero) + place / 2;
     if constexpr (BITS == 8) {
         const uint4 zero = load_constant(reinterpret_cast<const uint4 *>(source));
         words.zero[0] = zero.x, words.zero[1] = zero.y, words.zero[2] = zero.z, words.zero[3] = zero.w;
-    } else {
+    } else if constexpr (BITS == 4) {
         const uint2 zero = load_constant(reinterpret_cast<const uint2 *>(source));
         words.zero[0] = zero.x, words.zero[1] = zero.y;
+    } else {
+        words.zero[0] = load_constant(reinterpret_cast<const uint32_t *>(source));
     }
     return words;
 }

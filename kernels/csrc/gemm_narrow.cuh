@@ -1,6 +1,7 @@
 // y = x WT + bias for up to 16 tokens: bound by reading the weight, bits / 8 + (2 + zero bytes) / group bytes each.
 //
-// Formula. Within a group every product shares scale and zero, so they are applied once per group, to float32 sums:
+// Formula. Within a group every product shares scale and zero, so they are applied once per group, to float32 sums,
+//     and after 128 inputs at the latest:
 //     y += scale * (sum_k code_k x_k - zero * sum_k x_k)
 //     The operands are base + code * 2^place in `unit`s (fragments.cuh); sum_k x_k comes from the same tensor cores
 //     with an operand of ones, so asymmetric grids cost what symmetric ones cost and no product zero * scale is ever
@@ -14,8 +15,10 @@
 // Preconditions, checked by gptqkit_gemm: M >= 1, K a multiple of 32, x 16-byte aligned with ldx a multiple of 8;
 //     `group` a multiple of 16, of 64 unless FINE; tickets 0.
 // Numerics: products of 16-bit operands are exact in the float32 sums; the sums of a group, the scaled sums, the parts
-//     of warps and of blocks are float32, each in a fixed order; y is rounded once. An infinite activation gives NaN
-//     (inf less zero times inf), where a dense product gives infinity.
+//     of warps and of blocks are float32, each in a fixed order; y is rounded once. The two sums are larger than their
+//     difference, the more so the farther the mean of x is from 0, and tensor cores round towards zero: over 128 inputs
+//     at a time what they lose stays far below the rounding of y. An infinite activation gives NaN (inf less zero times
+//     inf), where a dense product gives infinity.
 #pragma once
 
 #include "gemm.cuh"
@@ -68,14 +71,14 @@ gemm_narrow(const GemmArguments a) {
     int group = first * kTile / a.group, steps_left = (group + 1) * group_steps - first * kSteps;
     // Loaded when the group begins and used when it ends, so nobody waits for it.
     GridWords<BITS> grid = load_grid<BITS>(a, group < groups ? group : groups - 1, tile, c);
-    auto close_group = [&] {
+    auto add_sums = [&] {
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 constexpr float base = Operands::base, unit = Operands::unit;
                 const float up = float(1 << Operands::place(i, h));
-                const float scale = grid.template scale_at<T>(i, h) * (1 / (unit * up));
+                const float scale = grid.scale_at(i, h) * (1 / (unit * up));
                 const float zero = grid.zero_at(i, h) * (unit * up) + base;
 #pragma unroll
                 for (int m = 0; m < TOKENS; m++)
@@ -87,6 +90,8 @@ gemm_narrow(const GemmArguments a) {
             }
 #pragma unroll
         for (int m = 0; m < TOKENS; m++) sum_x[m][0] = sum_x[m][1] = sum_x[m][2] = sum_x[m][3] = 0;
+    };
+    auto next_group = [&] {
         steps_left = group_steps;
         if (++group < groups) grid = load_grid<BITS>(a, group, tile, c);
     };
@@ -122,11 +127,16 @@ gemm_narrow(const GemmArguments a) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) multiply_add<T>(sum[i][m], w[i], tokens);
             }
-            if (FINE && --steps_left == 0) close_group();
+            if (FINE && --steps_left == 0) {
+                add_sums();
+                next_group();
+            }
         }
-        if (!FINE && (steps_left -= kSteps) == 0) close_group();
+        if (!FINE) steps_left -= kSteps;
+        if (steps_left == 0 || (unit % 2 && steps_left != group_steps)) add_sums();
+        if (steps_left == 0) next_group();
     }
-    if (steps_left != group_steps) close_group();
+    add_sums();
 
     copy_wait<0>();
     block_barrier(); // the ring becomes the place of the sums

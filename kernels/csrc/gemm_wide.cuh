@@ -1,8 +1,9 @@
 // y = x WT + bias for more than 16 tokens: bound by reading the weight up to about 64, then by the tensor cores.
 //
-// Formula. Operands are dequantized in registers, (code - zero) exactly, times scale rounded once to the dtype: the
-//     weight that gptqkit_dequantize gives, so y is what a dense gemm with it computes. Eight multiplications per
-//     operand pay for the two instructions that this costs.
+// Formula. Operands are dequantized in registers, (code - zero) * scale rounded once to the dtype: the weight that
+//     gptqkit_dequantize gives, so y is what a dense gemm with it computes. float16 takes two instructions per operand;
+//     bfloat16, which has no room for a float16 scale, goes through float32 in five. Four or eight multiplications per
+//     operand pay for them.
 // Operands. As in gemm_narrow.cuh: W is the 16-row operand, x the 8-column one.
 // Grid (token tiles of 8 * TOKENS, split, column tiles of 256), block of 4 warps, one per 64 columns. The units are
 //     dealt to the blocks of a column tile in contiguous runs. Per unit a block copies 64 inputs of all its tokens to
@@ -23,6 +24,36 @@ template <int BITS> constexpr int kWideStages = BITS == 8 ? 3 : 4;
 template <int BITS> constexpr int kWideWeightBytes = kWideStages<BITS> * BITS * kWideWarps * kLanes * 16;
 template <int BITS, int TOKENS> constexpr int kWideRingBytes =
     kWideWeightBytes<BITS> + kWideStages<BITS> * 8 * TOKENS * kTokenRow;
+
+// The grid of one column and group, ready for pairs of operands = base + code / down: they become weights, rounded once.
+template <class T> struct ColumnGrid;
+
+template <> struct ColumnGrid<Float16> {
+    uint32_t scale, shift; // pairs: operand * down + shift = code - zero, exactly
+
+    template <int BITS> DEVICE void open(const GridWords<BITS> &grid, int i, int h, float base, float down) {
+        scale = (grid.scale[i] >> 16 * h & 0xffff) * 0x00010001u;
+        shift = from_float<Float16>(-base * down - grid.zero_at(i, h)) * 0x00010001u;
+    }
+    DEVICE uint32_t weights(uint32_t pair, float down) const {
+        constexpr uint32_t minus_zero = 0x80008000;
+        const uint32_t step = from_float<Float16>(down) * 0x00010001u;
+        return pair_fma<Float16>(pair_fma<Float16>(pair, step, shift), scale, minus_zero);
+    }
+};
+
+template <> struct ColumnGrid<BFloat16> {
+    float scale, shift; // operand * scale + shift = weight, all three exact: at most nine bits times eleven
+
+    template <int BITS> DEVICE void open(const GridWords<BITS> &grid, int i, int h, float base, float down) {
+        scale = grid.scale_at(i, h) * down;
+        shift = -(base * down + grid.zero_at(i, h)) * grid.scale_at(i, h);
+    }
+    DEVICE uint32_t weights(uint32_t pair, float) const {
+        return pair_from_floats<BFloat16>(fmaf(to_float<BFloat16>(uint16_t(pair)), scale, shift),
+                                          fmaf(to_float<BFloat16>(uint16_t(pair >> 16)), scale, shift));
+    }
+};
 
 template <class T, int BITS, int TOKENS> KERNEL(kWideWarps *kLanes, 2) gemm_wide(const GemmArguments a) {
     using Operands = Fragments<T, BITS, true>;
@@ -71,27 +102,21 @@ template <class T, int BITS, int TOKENS> KERNEL(kWideWarps *kLanes, 2) gemm_wide
     const int group_steps = a.group / kStep, groups = (a.k + a.group - 1) / a.group;
     int group = first * kTile / a.group, steps_left = (group + 1) * group_steps - first * kSteps;
     GridWords<BITS> grid = load_grid<BITS>(a, group < groups ? group : groups - 1, tile, c);
-    uint32_t scale[4][2], shift[4][2]; // pairs: operand * 2^-place + shift = code - zero
+    ColumnGrid<T> columns[4][2];
     auto open_group = [&] {
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                scale[i][h] = (grid.scale[i] >> 16 * h & 0xffff) * 0x00010001u;
-                shift[i][h] =
-                    from_float<T>(-Operands::base / (1 << Operands::place(i, h)) - grid.zero_at(i, h)) * 0x00010001u;
-            }
+            for (int h = 0; h < 2; h++)
+                columns[i][h].open(grid, i, h, Operands::base, 1.f / (1 << Operands::place(i, h)));
         if (++group < groups) grid = load_grid<BITS>(a, group, tile, c); // for the next time
     };
     auto dequantize = [&](uint32_t (&w)[4][4]) {
-        constexpr uint32_t minus_zero = 0x80008000;
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
-            for (int r = 0; r < 4; r++) {
-                const uint32_t down = from_float<T>(1.f / (1 << Operands::place(i, r & 1))) * 0x00010001u;
-                w[i][r] = pair_fma<T>(pair_fma<T>(w[i][r], down, shift[i][r & 1]), scale[i][r & 1], minus_zero);
-            }
+            for (int r = 0; r < 4; r++)
+                w[i][r] = columns[i][r & 1].weights(w[i][r], 1.f / (1 << Operands::place(i, r & 1)));
     };
 
     float total[4][TOKENS][4] = {};

@@ -46,6 +46,19 @@ template <> DEVICE uint16_t from_float<BFloat16>(float value) {
     return bits;
 }
 
+// Both halves of a pair, in one instruction.
+template <class T> DEVICE uint32_t pair_from_floats(float low, float high);
+template <> DEVICE uint32_t pair_from_floats<Float16>(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+template <> DEVICE uint32_t pair_from_floats<BFloat16>(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
 // ---- arithmetic on words and pairs ----
 
 // (word & mask) | bits in one instruction.

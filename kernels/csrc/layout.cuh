@@ -31,14 +31,23 @@ constexpr int kLanes = 32;
 // The place of a tile's column among its scales.
 DEVICE int grid_place(int column) { return 8 * (column % 8) + 2 * (column / 16) + column / 8 % 2; }
 
-// One unsigned zero: 0 ... 2^bits.
-template <int BITS> struct ZeroOf {
+// A zero is 0 ... 2^bits; a pair of them fills one of these.
+template <int BITS> constexpr int kZeroBits = BITS < 4 ? 4 : BITS == 4 ? 8 : 16;
+template <int BITS> struct ZeroPairOf {
     using Type = uint8_t;
 };
-template <> struct ZeroOf<8> {
+template <> struct ZeroPairOf<4> {
     using Type = uint16_t;
 };
-template <int BITS> using Zero = typename ZeroOf<BITS>::Type;
+template <> struct ZeroPairOf<8> {
+    using Type = uint32_t;
+};
+template <int BITS> using ZeroPair = typename ZeroPairOf<BITS>::Type;
+
+// Zero h of a pair.
+template <int BITS> DEVICE uint32_t zero_of(uint32_t pair, int h) {
+    return pair >> kZeroBits<BITS> * h & ((1u << kZeroBits<BITS>) - 1);
+}
 
 // The words of one step from its pairs, each code in the low bits of its half.
 template <int BITS> DEVICE void pack_step(const uint32_t (&pair)[4][4], uint32_t *word) {

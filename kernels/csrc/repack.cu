@@ -5,7 +5,7 @@
 //   thread is (unit, lane) and gathers 128 codes; eight neighbouring columns share a 32-byte sector. Inputs and
 //   columns beyond K and N get code 0.
 // Grid: zero (g, n) is bits n * bits ... of the stream along row g of qzeros, plus zero_offset; scales only move. A
-//   thread is one (group, padded column). Columns beyond N get scale 0 and zero 0.
+//   thread is one (group, pair of neighbouring places: padded columns 8 apart). Columns beyond N get scale 0 and zero 0.
 // Both run once and are bound by the reads of single words; no arithmetic, so nothing is rounded. Sizes and pointers
 // are checked by the C functions below.
 #include "api.h"
@@ -73,14 +73,18 @@ struct GridArguments {
 template <int BITS> KERNEL(kThreads, 1) repack_grid(GridArguments a) {
     const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;
     if (thread >= a.threads) return;
-    const int n = int(thread % a.columns);
-    const int64_t group = thread / a.columns;
-    const int64_t place = group * a.columns + n / kTile * kTile + grid_place(n % kTile);
-    const bool inside = n < a.n;
-    a.scale[place] = inside ? a.scales[group * a.n + n] : uint16_t(0);
-    const int64_t row_words = int64_t(a.n) * BITS / 32;
-    static_cast<Zero<BITS> *>(a.zero)[place] =
-        inside ? Zero<BITS>(stream_code<BITS>(a.qzeros + group * row_words, 1, n) + a.zero_offset) : Zero<BITS>(0);
+    const int pair = int(thread % (a.columns / 2)), first = pair / 8 * 16 + pair % 8;
+    const int64_t group = thread / (a.columns / 2), row_words = int64_t(a.n) * BITS / 32;
+    const int64_t place = group * a.columns + first / kTile * kTile + grid_place(first % kTile);
+    uint32_t zeros = 0;
+    for (int h = 0; h < 2; h++) {
+        const int n = first + 8 * h;
+        const bool inside = n < a.n;
+        a.scale[place + h] = inside ? a.scales[group * a.n + n] : uint16_t(0);
+        if (inside)
+            zeros |= (stream_code<BITS>(a.qzeros + group * row_words, 1, n) + a.zero_offset) << kZeroBits<BITS> * h;
+    }
+    static_cast<ZeroPair<BITS> *>(a.zero)[place / 2] = ZeroPair<BITS>(zeros);
 }
 
 template <int BITS> int start_weight(const WeightArguments &arguments, void *stream) {
@@ -111,14 +115,13 @@ GPTQKIT_API int gptqkit_repack_weight(int bits, const int32_t *qweight, const in
     }
 }
 
-GPTQKIT_API int gptqkit_repack_grid(int bits, int dtype, const void *scales, const int32_t *qzeros, int zero_offset,
-                                    void *scale, void *zero, int n, int groups, void *stream) {
+GPTQKIT_API int gptqkit_repack_grid(int bits, const void *scales, const int32_t *qzeros, int zero_offset, void *scale,
+                                    void *zero, int n, int groups, void *stream) {
     if (int error = check_shape(bits, n, 0)) return error;
-    if (int error = check_dtype(dtype)) return error;
     if (groups < 0 || int64_t(n) * bits % 32) return GPTQKIT_BAD_SHAPE;
     if (misaligned(scale, 16) || misaligned(zero, 16)) return GPTQKIT_BAD_ALIGNMENT;
     const int columns = tiles(n) * kTile;
-    const int64_t threads = int64_t(groups) * columns;
+    const int64_t threads = int64_t(groups) * (columns / 2);
     if (threads == 0) return GPTQKIT_OK;
     const GridArguments arguments{static_cast<const uint16_t *>(scales),
                                   qzeros,

@@ -68,6 +68,7 @@ def _add_quantize(commands: Any) -> None:
     command.add_argument("model", metavar="MODEL", help="folder of a transformers model, or its id on the Hub")
     command.add_argument("out", metavar="OUT", type=Path, help="folder to write; it must not exist yet")
     command.add_argument("--overwrite", action="store_true", help="replace OUT where it holds a quantized checkpoint")
+    command.add_argument("--resume", action="store_true", help="go on with an unfinished job for OUT, if there is one")
 
     grid = command.add_argument_group("the grid of the weights")
     grid.add_argument("--bits", type=int, choices=BITS, default=4, help=_with_default("bits per weight"))
@@ -195,6 +196,12 @@ def _add_quantize(commands: Any) -> None:
     run.add_argument("--evaluate-on", metavar="SOURCE", help="measure the written checkpoint's perplexity on this text")
     run.add_argument(
         "--batch-size", type=_positive, default=8, metavar="WINDOWS", help=_with_default("windows per forward pass")
+    )
+    run.add_argument(
+        "--activations",
+        choices=("device", "memory", "disk"),
+        default="memory",
+        help=_with_default("where hidden states are kept between blocks"),
     )
     _add_device(run)
 

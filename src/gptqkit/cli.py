@@ -95,6 +95,8 @@ def _quantize(arguments: argparse.Namespace) -> None:
             concatenate=arguments.concatenate,
             evaluate_on=arguments.evaluate_on,
             overwrite=arguments.overwrite,
+            resume=arguments.resume,
+            activations=arguments.activations,
             trust_remote_code=arguments.trust_remote_code,
             progress=progress,
         )

@@ -11,6 +11,7 @@ GptqkitError
 ├── CheckpointError (ValueError)         files that are damaged, contradictory or of an unknown format
 ├── ConversionError (ValueError)         a checkpoint that the target format cannot hold
 ├── OutputExistsError (FileExistsError)  the target of a write is there already
+├── ResumeError (ValueError)             an unfinished job that is another one, or in use
 └── BackendError (RuntimeError)          a kernel backend that cannot serve a layer
 """
 
@@ -57,6 +58,10 @@ class ConversionError(GptqkitError, ValueError):
 
 class OutputExistsError(GptqkitError, FileExistsError):
     """The target of a write is there already."""
+
+
+class ResumeError(GptqkitError, ValueError):
+    """An unfinished job that is another one than was asked to go on, or that another process works on."""
 
 
 class BackendError(GptqkitError, RuntimeError):

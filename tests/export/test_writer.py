@@ -174,15 +174,15 @@ def test_the_report_is_strict_json(material: Make, tmp_path: Path) -> None:
     assert "| books | 8 | 9 | not finite |" in (out / "README.md").read_text()
 
 
-def test_finish_sees_the_complete_directory_and_adds_to_the_report(material: Make, tmp_path: Path) -> None:
+def test_measure_sees_the_complete_directory_and_adds_to_the_report(material: Make, tmp_path: Path) -> None:
     def measure(directory: Path) -> dict[str, Any]:
-        assert directory.parent == tmp_path
+        assert directory.parent.parent == tmp_path
         assert not (tmp_path / "out").exists()
         assert open_checkpoint(directory).layers
         assert (directory / "generation_config.json").exists()
         return {"perplexity": [{"dataset": "books", "sequence_length": 64, "perplexity": 12.3456, "tokens": 640}]}
 
-    out = material().write(tmp_path / "out", finish=measure, generation_config={"eos_token_id": 2})
+    out = material().write(tmp_path / "out", measure=measure, generation_config={"eos_token_id": 2})
     assert json.loads((out / "quantization_report.json").read_text())["perplexity"][0]["tokens"] == 640
     assert "| books | 64 | 640 | 12.346 |" in (out / "README.md").read_text()
     assert (out.stat().st_mode & 0o777) == (0o777 & ~_umask())
@@ -239,11 +239,11 @@ def test_a_failure_leaves_nothing_and_keeps_the_old(
         (tmp_path / "out" / "mark").touch()
 
     def fail(directory: Path) -> dict[str, Any]:
-        assert directory.name.startswith(".out.gptqkit-incomplete-")
+        assert directory.parent.name == ".out.gptqkit-work"
         raise error
 
     with pytest.raises(error if isinstance(error, type) else type(error)):
-        made.write(tmp_path / "out", overwrite=True, finish=fail)
+        made.write(tmp_path / "out", overwrite=True, measure=fail)
     assert [path.name for path in tmp_path.iterdir()] == (["out"] if existing else [])
     assert (tmp_path / "out" / "mark").exists() == existing
 
@@ -255,7 +255,7 @@ def test_a_failing_rename_brings_the_old_back(material: Make, tmp_path: Path, mo
     rename = Path.rename
 
     def refuse_new(self: Path, target: Path) -> Path:
-        if "incomplete" in self.name:
+        if self.name == "checkpoint":
             raise OSError(5, "Input/output error")
         return rename(self, target)
 

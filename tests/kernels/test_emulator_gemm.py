@@ -7,7 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.kernels import BFLOAT16, FLOAT16, KernelError, Kernels, Layer, activations, aligned, gemm_error, to_bits
+from support.kernels import (
+    BFLOAT16,
+    FLOAT16,
+    KernelError,
+    Kernels,
+    Layer,
+    activations,
+    aligned,
+    from_bits,
+    gemm_error,
+    to_bits,
+)
 
 # Measured: 0.6 to 0.9 for up to 16 tokens (products with codes are exact), 1.0 for more (weights rounded as there).
 LARGEST_ERROR = 1.05
@@ -41,6 +52,38 @@ def test_every_group_split_zero_and_shape(kernels: Kernels, bits: int, dtype: in
         bias = to_bits(np.linspace(-3, 3, n), dtype) if place % 2 else None
         error = gemm_error(kernels.gemm(layer, x, split=split, bias=bias), x, layer, bias)
         assert error < LARGEST_ERROR, f"n {n}, k {k}, group {group}, zeros {zeros}, offset {offset}, split {split}"
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("m", [3, 16, 20, 40])
+def test_float16_scales_are_exact_beside_bfloat16_activations(kernels: Kernels, bits: int, m: int) -> None:
+    random = np.random.default_rng(bits)
+    scales = (1025 + 2 * random.integers(0, 512, (3, 96))) / 1024  # none is a bfloat16 value
+    scales[:, :32] = 1 + 2**-10
+    layer = Layer(kernels, bits=bits, dtype=BFLOAT16, n=96, k=96, group=32, scales=scales)
+    x = aligned((m, 96), np.uint16, to_bits(random.integers(-2, 3, (m, 96)), BFLOAT16))
+    integers = from_bits(x, BFLOAT16).astype(np.float64)
+
+    def product_with(weight: np.ndarray) -> np.ndarray:
+        # Up to 16 tokens no weight is rounded, with more tokens each one is, once.
+        return to_bits(integers @ (weight if m <= 16 else from_bits(to_bits(weight, BFLOAT16), BFLOAT16)).T, BFLOAT16)
+
+    expected = product_with(layer.exact)
+    rounded_scales = from_bits(to_bits(scales, BFLOAT16), BFLOAT16)[np.arange(96) // 32]
+    assert (product_with(((layer.codes - layer.zeros[np.arange(96) // 32]) * rounded_scales).T) != expected).any()
+    np.testing.assert_array_equal(kernels.gemm(layer, x), expected)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16])
+def test_long_groups_lose_nothing_where_activations_are_not_centred(kernels: Kernels, bits: int, dtype: int) -> None:
+    # The sums with codes and with zeros are far larger than their difference; what is lost must vanish in y's rounding.
+    k = 28672
+    layer = Layer(kernels, bits=bits, dtype=dtype, n=32, k=k, group=k, zeros=1 << bits - 1)
+    x = aligned((3, k), np.uint16, to_bits(np.random.default_rng(0).standard_normal((3, k)) + 1, dtype))
+    exact = from_bits(x, dtype).astype(np.float64) @ layer.exact.T
+    errors = [np.linalg.norm(from_bits(y, dtype) - exact) for y in (kernels.gemm(layer, x), to_bits(exact, dtype))]
+    assert errors[0] < LARGEST_ERROR * errors[1]
 
 
 @pytest.mark.parametrize("m", [3, 16, 20])
@@ -143,6 +186,6 @@ def test_inputs_beyond_the_last_do_not_overflow(kernels: Kernels, m: int) -> Non
     layer = Layer(kernels, bits=4, dtype=FLOAT16, n=32, k=96, group=96, zeros=16)
     layer.weight = kernels.repack_weight(4, np.full_like(layer.qweight, -1), 32, 96)
     layer.scales = to_bits(np.full((1, 32), 30000.0), FLOAT16)
-    layer.scale, layer.zero = kernels.repack_grid(4, FLOAT16, layer.scales, layer.qzeros, 1, 32, 1)
+    layer.scale, layer.zero = kernels.repack_grid(4, layer.scales, layer.qzeros, 1, 32, 1)
     x = aligned((m, 96), np.uint16, to_bits(np.float32(2**-10), FLOAT16))
     np.testing.assert_array_equal(kernels.gemm(layer, x).view(np.float16), np.float16(-30000 * 96 / 1024))

@@ -1,6 +1,5 @@
 """Products on repacked layers: the same on the emulator and, where there is one, on a GPU."""
 
-import dataclasses
 import re
 
 import pytest
@@ -23,10 +22,10 @@ def shuffled(columns, group_size):
     return torch.randperm(columns, generator=torch.Generator().manual_seed(3)) // group_size
 
 
-def make(make_layer, launcher, *, dtype=torch.float16, **settings):
+def make(make_layer, launcher, **settings):
     """A repacked layer and its exact weight, (out, in) float64 on the CPU."""
-    layer = make_layer(scale_dtype=dtype, **settings)
-    return repack(move(layer.packed, launcher.device), dtype), layer
+    layer = make_layer(**settings)
+    return repack(move(layer.packed, launcher.device)), layer
 
 
 def relative_error(y, exact):
@@ -49,7 +48,7 @@ def assert_as_good_as_torch(y, x, layer):
 @pytest.mark.parametrize("act_order", [False, True], ids=["", "act_order"])
 def test_product(make_layer, launcher, bits, dtype, act_order):
     g_idx = shuffled(128, 32) if act_order else None
-    weight, layer = make(make_layer, launcher, dtype=dtype, bits=bits, columns=128, g_idx=g_idx, bias=True)
+    weight, layer = make(make_layer, launcher, bits=bits, columns=128, g_idx=g_idx, bias=True)
     for tokens in (1, 17):
         x = inputs(tokens, 128, dtype=dtype, device=launcher.device)
         bias = layer.packed.bias.to(launcher.device, dtype)
@@ -61,18 +60,18 @@ def test_product(make_layer, launcher, bits, dtype, act_order):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dequantizes_to_the_reference_bit_for_bit(make_layer, launcher, bits, zero_offset, dtype):
     for settings in ({}, {"g_idx": shuffled(96, 32)}, {"stored_zero": 0}, {"stored_zero": 2**bits - 1}):
-        weight, layer = make(make_layer, launcher, dtype=dtype, bits=bits, zero_offset=zero_offset, **settings)
+        weight, layer = make(make_layer, launcher, bits=bits, zero_offset=zero_offset, **settings)
         dense = layer.packed.dequantize(dtype)
         if weight.order is not None:
             dense = dense[:, weight.order.cpu().long()]
-        assert torch.equal(dequantize(weight).cpu(), dense)
+        assert torch.equal(dequantize(weight, dtype).cpu(), dense)
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_unit_inputs_read_off_the_weight_exactly(make_layer, launcher, bits, dtype):
     """Also the proof that the hardware multiplies subnormal float16 operands, on which the kernel counts."""
-    weight, layer = make(make_layer, launcher, dtype=dtype, bits=bits)
+    weight, layer = make(make_layer, launcher, bits=bits)
     for tokens in (8, 32):
         x = torch.eye(96, dtype=dtype, device=launcher.device)[:tokens]
         assert torch.equal(matmul(x, weight).cpu(), layer.packed.dequantize(dtype).t()[:tokens])
@@ -154,11 +153,11 @@ def test_ragged_shapes_and_groups(make_layer, launcher, settings):
         assert_as_good_as_torch(matmul(x, weight), x, layer)
 
 
-def test_float16_scales_are_rounded_for_bfloat16(make_layer, launcher):
-    layer = make_layer(bits=3)
-    weight = repack(move(layer.packed, launcher.device), torch.bfloat16)
-    rounded = dataclasses.replace(layer.packed, scales=layer.packed.scales.bfloat16())
-    assert torch.equal(dequantize(weight).cpu(), rounded.dequantize(torch.bfloat16))
+@pytest.mark.parametrize("scale_dtype", DTYPES, ids=str)
+def test_one_layer_serves_both_dtypes_exactly(make_layer, launcher, scale_dtype):
+    weight, layer = make(make_layer, launcher, bits=3, scale_dtype=scale_dtype)
+    for dtype in DTYPES:
+        assert torch.equal(dequantize(weight, dtype).cpu(), layer.packed.dequantize(dtype))
 
 
 def test_gradients_reach_the_input(make_layer, launcher):
@@ -169,15 +168,17 @@ def test_gradients_reach_the_input(make_layer, launcher):
 
 
 def test_activations_of_another_dtype_are_refused(make_layer, launcher):
-    weight, _ = make(make_layer, launcher)
-    with pytest.raises(ShapeError, match=r"x is torch\.float32, and the layer was made for torch\.float16"):
+    weight, layer = make(make_layer, launcher, bias=True)
+    with pytest.raises(ShapeError, match=r"x is torch\.float32, and the kernels compute in float16 or bfloat16"):
         matmul(inputs(2, 96, dtype=torch.float32, device=launcher.device), weight)
+    with pytest.raises(ShapeError, match=r"bias is torch\.float16 .*torch\.bfloat16 \(64,\) .*is needed"):
+        matmul(inputs(2, 96, dtype=torch.bfloat16, device=launcher.device), weight, layer.packed.bias)
 
 
 @pytest.mark.parametrize("columns", [32, 64, 160])
 def test_activations_of_another_layer_are_refused(make_layer, launcher, columns):
     weight, _ = make(make_layer, launcher)
-    with pytest.raises(ShapeError, match=f"x has {columns} columns, and the layer takes 65 to 128"):
+    with pytest.raises(ShapeError, match=f"x has {columns} columns, and the layer takes 96"):
         matmul(inputs(2, columns, device=launcher.device), weight)
 
 
@@ -199,6 +200,14 @@ def test_errors_of_the_library_carry_its_words(make_layer, launcher):
 def test_refusals_say_why(make_layer, settings, dtype, reason):
     packed = make_layer(**settings).packed
     assert re.search(reason, refusal(packed, dtype))
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e6])
+def test_scales_that_float16_would_round_are_refused(make_layer, scale):
+    packed = make_layer(scale_dtype=torch.bfloat16).packed
+    assert refusal(packed, torch.bfloat16) is None
+    packed.scales[0, 0] = scale
+    assert "no float16 values" in refusal(packed, torch.bfloat16)
 
 
 def test_layers_that_are_served(make_layer):

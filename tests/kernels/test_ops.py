@@ -25,7 +25,7 @@ def inputs(launcher, *shape):
 @pytest.mark.parametrize("bits", [3, 8])
 def test_operators_pass_opcheck(make_layer, launcher, bits):
     packed = move(make_layer(bits=bits, bias=True).packed, launcher.device)
-    weight = repack(packed, torch.float16)
+    weight = repack(packed)
     layer = (weight.weight, weight.scale, weight.zero)
     sizes = (bits, 32, 64)
     order = torch.arange(96, dtype=torch.int32, device=launcher.device).flip(0)
@@ -33,7 +33,7 @@ def test_operators_pass_opcheck(make_layer, launcher, bits):
     for bias in (None, packed.bias):
         torch.library.opcheck(operators.linear.default, (inputs(launcher, 2, 3, 96), *layer, bias, *sizes))
         torch.library.opcheck(operators.gemm.default, (inputs(launcher, 3, 96), *layer, bias, *sizes, 1))
-    torch.library.opcheck(operators.dequantize.default, (*layer, *sizes, 96))
+    torch.library.opcheck(operators.dequantize.default, (*layer, *sizes, 96, torch.bfloat16))
     for rows in (None, order):
         torch.library.opcheck(operators.repack_weight.default, (packed.qweight, rows, bits))
     torch.library.opcheck(operators.repack_grid.default, (packed.scales, packed.qzeros, bits, 1))

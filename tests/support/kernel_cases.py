@@ -50,11 +50,10 @@ def wrong_rest(kernels, bits, dtype):
     rows = np.random.default_rng(0).permutation(160).astype(np.int32)
     layer.weight = kernels.repack_weight(bits, layer.qweight, 96, 160, rows)
     layer.group, layer.scale, layer.zero = 160, layer.scale[:1], layer.zero[:1]
-    scale = layer.scales[:1].view(np.float16) if dtype == FLOAT16 else None
-    if scale is not None:
-        expected = to_bits(((layer.codes[rows] - layer.zeros[:1]) * scale.astype(np.float32)).T, dtype)
-        if (kernels.dequantize(layer, 0, 96) != expected).any():
-            return "the order of inputs is wrong"
+    scale = layer.scales[:1].view(np.float16).astype(np.float32)
+    expected = to_bits(((layer.codes[rows] - layer.zeros[:1]) * scale).T, dtype)
+    if (kernels.dequantize(layer, 0, 96) != expected).any():
+        return "the order of inputs is wrong"
     return None
 
 

@@ -58,18 +58,7 @@ class Kernels:
         self.handle.gptqkit_error.restype = c_char_p
         signatures = {
             "gptqkit_repack_weight": [c_int, *[c_void_p] * 3, c_int, c_int, c_void_p],
-            "gptqkit_repack_grid": [
-                c_int,
-                c_int,
-                c_void_p,
-                c_void_p,
-                c_int,
-                c_void_p,
-                c_void_p,
-                c_int,
-                c_int,
-                c_void_p,
-            ],
+            "gptqkit_repack_grid": [c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int, c_int, c_void_p],
             "gptqkit_workspace": [c_int] * 4 + [POINTER(c_int64)] * 2,
             "gptqkit_gemm": [c_int, c_int, c_void_p, c_int64, *[c_void_p] * 7, *[c_int] * 5, c_void_p],
             "gptqkit_dequantize": [c_int, c_int, *[c_void_p] * 4, *[c_int] * 5, c_void_p],
@@ -88,10 +77,10 @@ class Kernels:
         self.call("gptqkit_repack_weight", bits, qweight, rows, weight, n, k, None)
         return weight
 
-    def repack_grid(self, bits, dtype, scales, qzeros, zero_offset, n, groups):
+    def repack_grid(self, bits, scales, qzeros, zero_offset, n, groups):
         scale = aligned((groups, tiles(n) * 64), np.uint16, 0xAAAA)
-        zero = aligned((groups, tiles(n) * 64), np.uint16 if bits == 8 else np.uint8, 0xAA)
-        self.call("gptqkit_repack_grid", bits, dtype, scales, qzeros, zero_offset, scale, zero, n, groups, None)
+        zero = aligned((groups, tiles(n) * (32 if bits < 4 else 64)), np.uint16 if bits == 8 else np.uint8, 0xAA)
+        self.call("gptqkit_repack_grid", bits, scales, qzeros, zero_offset, scale, zero, n, groups, None)
         return scale, zero
 
     def gemm(self, layer, x, *, split=1, bias=None, ldx=None, m=None):
@@ -126,10 +115,11 @@ def _pointer(argument):
 class Layer:
     """A random layer: what a checkpoint holds, its repacked form, and the exact weight.
 
-    `zeros` is "random", spanning 0 ... 2^bits, or the one zero that all groups have.
+    `zeros` is "random", spanning 0 ... 2^bits, or the one zero that all groups have. `scales`, (groups, n), are float16
+    whatever `dtype` x and y have; None makes random ones.
     """
 
-    def __init__(self, kernels, *, bits, dtype, n, k, group, zeros="random", zero_offset=1, seed=0):
+    def __init__(self, kernels, *, bits, dtype, n, k, group, zeros="random", zero_offset=1, scales=None, seed=0):
         random = np.random.default_rng(seed)
         self.bits, self.dtype, self.n, self.k, self.group = bits, dtype, n, k, group
         self.zero_offset = zero_offset
@@ -139,14 +129,14 @@ class Layer:
         if zeros != "random":
             stored[...] = zeros - zero_offset
         self.zeros = stored + zero_offset
-        self.scales = to_bits(random.uniform(0.005, 0.015, (groups, n)), dtype)
+        self.scales = to_bits(random.uniform(0.005, 0.015, (groups, n)) if scales is None else scales, FLOAT16)
         index = np.arange(k) // group
-        scale = from_bits(self.scales, dtype).astype(np.float64)
+        scale = from_bits(self.scales, FLOAT16).astype(np.float64)
         self.exact = ((self.codes - self.zeros[index]) * scale[index]).T
         self.qweight = pack_stream(self.codes, bits)
         self.qzeros = np.ascontiguousarray(pack_stream(stored.T, bits).T)
         self.weight = kernels.repack_weight(bits, self.qweight, n, k)
-        self.scale, self.zero = kernels.repack_grid(bits, dtype, self.scales, self.qzeros, zero_offset, n, groups)
+        self.scale, self.zero = kernels.repack_grid(bits, self.scales, self.qzeros, zero_offset, n, groups)
 
 
 def activations(m, k, dtype, *, ldx=None, seed=0):
