@@ -31,10 +31,10 @@ class Pieces(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The output of the whole matrix, (..., out) in the dtype of `x`, which is (..., in)."""
-        outputs = [layer(x) for layer in self.layers]
+        outputs: list[Tensor] = [layer(x) for layer in self.layers]
         if len(outputs) == 1:
             return outputs[0]
-        whole = outputs[0].new_empty(*x.shape[:-1], self.out_features)
+        whole: Tensor = outputs[0].new_empty(*x.shape[:-1], self.out_features)
         for rows, output in zip(self.rows, outputs, strict=True):
             whole[..., slice(None) if rows is None else rows] = output
         return whole

@@ -25,8 +25,7 @@ from .export.staging import check_target
 from .export.work import WorkDirectory, work_path
 from .export.writer import MAX_SHARD_BYTES, finish_checkpoint, public_name
 from .job import Job, StoredWeights, identity
-from .loading import _load_tokenizer as load_tokenizer
-from .loading import choose_device
+from .loading import choose_device, load_tokenizer
 from .progress import ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
 from .quantizer.quantized import QuantizedWeight
