@@ -76,7 +76,7 @@ class StoredNames:
         self._converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
         if self._stored is not None:
             for name in sorted(self._stored, key=dot_natural_key):  # some renamings depend on transformers' order
-                self.parameter(name)
+                self._rename(name)
             self._used = [entry for entry in conversions if entry.was_used()]
         else:  # as transformers does when it saves a model
             used = getattr(model, "_weight_conversions", None)
@@ -118,6 +118,10 @@ class StoredNames:
         parameter = self.parameter(name)
         parts = [] if parameter is None else self.parts(parameter)
         return next((part for part in parts if part.name == name), None)
+
+    def is_own(self, name: str) -> bool:
+        """Whether only we call a tensor `name`: transformers cannot load what is stored under it."""
+        return self._rename(name) is None and self.find(name) is not None
 
     def cut(self, parameter: str, value: Tensor) -> dict[str, Tensor]:
         """The stored tensors that the `value` of a parameter of the model comes to; views of it, (out, in)."""

@@ -178,7 +178,7 @@ class _Installer:
         """Load everything that is not quantized as transformers does, and tie what is tied."""
         self._check_names()
         state = {name: self.checkpoint.tensor(name) for name in self.checkpoint.other_names if name in self.others}
-        self._join_biases(state)
+        self._join_experts(state)
         settings = LoadStateDictConfig(
             dtype=self.dtype,
             dtype_plan=self.model._get_dtype_plan(self.dtype),
@@ -219,25 +219,24 @@ class _Installer:
                 "model"
             )
 
-    def _join_biases(self, state: dict[str, Tensor]) -> None:
-        """Add the biases of experts that are stored one by one to `state`, as the model has them."""
+    def _join_experts(self, state: dict[str, Tensor]) -> None:
+        """Replace tensors of single experts that transformers does not know in `state` by those of all experts."""
         of_parameter: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        singles = {name: state[name] for name in state if self._is_expert_bias(name)}
-        for name, bias in {**self.biases, **singles}.items():
-            parameter = self.names.parameter(name)
-            assert parameter is not None
-            of_parameter[parameter][name] = bias
-            state.pop(name, None)
-        for parameter, biases in of_parameter.items():
-            whole = torch.zeros(self.model.get_parameter(parameter).shape, dtype=next(iter(biases.values())).dtype)
-            for part in self.names.parts(parameter):
-                if part.name not in biases:
-                    raise CheckpointError(f"{self.checkpoint.path} lacks {part.name}; fetch its files again")
-                whole[part.expert][part.rows or slice(None)] = biases[part.name]
-            state[parameter] = whole
-
-    def _is_expert_bias(self, name: str) -> bool:
-        if not name.endswith(".bias"):
-            return False
-        part = self.names.find(name)
-        return part is not None and part.expert is not None
+        singles = {name: tensor for name, tensor in state.items() if self.names.is_own(name)}
+        for name, tensor in {**self.biases, **singles}.items():
+            part = self.names.find(name)
+            if part is not None:
+                of_parameter[part.parameter][name] = tensor
+                state.pop(name, None)
+        for parameter, tensors in of_parameter.items():
+            shape = self.model.get_parameter(parameter).shape
+            state[parameter] = torch.empty(shape, dtype=next(iter(tensors.values())).dtype)
+            for name, place in self.names.cut(parameter, state[parameter]).items():
+                if name not in tensors:
+                    raise CheckpointError(f"{self.checkpoint.path} lacks {name}; fetch its files again")
+                if tensors[name].shape != place.shape:
+                    raise CheckpointError(
+                        f"{name} has shape {tuple(tensors[name].shape)}; the model that config.json describes needs "
+                        f"{tuple(place.shape)}"
+                    )
+                place.copy_(tensors[name])
