@@ -52,9 +52,11 @@ def stacked_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @contextmanager
-def eager_experts(model: nn.Module) -> Iterator[None]:
+def eager_experts(*models: nn.Module) -> Iterator[None]:
     """Let stacked experts take their matrices one by one inside: transformers can also multiply all of them at once."""
-    configs: dict[int, Any] = {id(module.config): module.config for module in model.modules() if is_stacked(module)}
+    configs: dict[int, Any] = {
+        id(module.config): module.config for model in models for module in model.modules() if is_stacked(module)
+    }
     before = [(config, config._experts_implementation_internal) for config in configs.values()]
     for config, _ in before:
         config._experts_implementation_internal = _EAGER

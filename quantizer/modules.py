@@ -161,9 +161,10 @@ def find_routers(block: nn.Module) -> set[nn.Module]:
 
 
 def _experts(module: nn.Module) -> int:
-    """The number of experts in `module`: stacked ones, or a list of modules with matrices inside; else 0."""
-    for parameter in stacked_parameters(module).values():
-        return parameter.shape[0]
+    """The number of experts in `module`: stacked in any way, or a list of modules with matrices inside; else 0."""
+    for parameter in module.parameters(recurse=False):
+        if parameter.ndim == 3 and min(parameter.shape) > 1:  # not the weight of a convolution by channel
+            return parameter.shape[0]
     if isinstance(module, nn.ModuleList) and all(any(map(is_matrix, expert.modules())) for expert in module):
         return len(module)
     return 0

@@ -268,7 +268,7 @@ class BlockStream:
             for earlier in self._blocks[:layer]:
                 patches.enter_context(_forward_replaced(earlier, pass_through))
             patches.enter_context(_forward_replaced(original, instead))
-            patches.enter_context(eager_experts(self._model))
+            patches.enter_context(eager_experts(self._model, *([] if block is None else [block])))
             patches.enter_context(suppress(_Done))
             self._model(**batch, **self._settings)
 
