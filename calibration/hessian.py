@@ -63,6 +63,34 @@ class InputStatistics:
                 _add_product(self._cross, float_inputs.float() - x, x)
         self.tokens += x.shape[0]
 
+    def absorb(self, other: InputStatistics) -> None:
+        """Count the tokens of `other`, over as many columns, in this one too."""
+        self._hessian += other._hessian
+        if self._cross is not None and other._cross is not None:
+            self._cross += other._cross
+        self.tokens += other.tokens
+
+    def filled_up(self, pool: InputStatistics) -> InputStatistics:
+        """These statistics where they have as many tokens as columns; else filled up to that with means of `pool`.
+
+        What few tokens leave open, the shared statistics say: with n tokens over m columns
+        H = (sum of x xT + (m - n) * mean of the pool) / m, and likewise C. Without a token it is the pool's mean.
+
+        Args:
+            pool: Of all experts that these are one of, over the same columns.
+        """
+        columns = len(self._hessian)
+        missing = columns - self.tokens
+        if missing <= 0:
+            return self
+        filled = InputStatistics(columns, self._hessian.device, cross=self._cross is not None)
+        filled._hessian = self._hessian + missing * pool.hessian()
+        cross = pool.cross()
+        if self._cross is not None and cross is not None:
+            filled._cross = self._cross + missing * cross
+        filled.tokens = columns
+        return filled
+
     def hessian(self) -> Tensor:
         """H = mean over tokens of x xT, (in, in) float32."""
         return self._mean(self._hessian)

@@ -76,7 +76,7 @@ class StoredNames:
         self._converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
         if self._stored is not None:
             for name in sorted(self._stored, key=dot_natural_key):  # some renamings depend on transformers' order
-                self.parameter(name)
+                self._rename(name)
             self._used = [entry for entry in conversions if entry.was_used()]
         else:  # as transformers does when it saves a model
             used = getattr(model, "_weight_conversions", None)
@@ -86,8 +86,9 @@ class StoredNames:
             self._used = list(used)
 
     def parameter(self, name: str) -> str | None:
-        """The parameter or buffer of the model that the stored tensor `name` goes into; the first, where transformers
-        distributes it over several (`shares`); None where the model has no place for it.
+        """The parameter or buffer of the model that the stored tensor `name` goes into.
+
+        The first, where transformers distributes it over several; None where the model has no place for it.
         """
         if name not in self._found:
             self._found[name] = self._rename(name) or self._own_place(name)
@@ -117,6 +118,10 @@ class StoredNames:
         parameter = self.parameter(name)
         parts = [] if parameter is None else self.parts(parameter)
         return next((part for part in parts if part.name == name), None)
+
+    def is_own(self, name: str) -> bool:
+        """Whether only we call a tensor `name`: transformers cannot load what is stored under it."""
+        return self._rename(name) is None and self.find(name) is not None
 
     def cut(self, parameter: str, value: Tensor) -> dict[str, Tensor]:
         """The stored tensors that the `value` of a parameter of the model comes to; views of it, (out, in)."""
@@ -170,13 +175,11 @@ class StoredNames:
         for stored, tensor in self._revert_each(tags).items():
             first, last = int(tensor.min()) // _OWNER, int(tensor.max()) // _OWNER
             if first == last:
-                so_far, part = (
-                    found[parameters[first]],
-                    self._part(stored, parameters[first], tensor.flatten() % _OWNER),
-                )
-                found[parameters[first]] = None if so_far is None or part is None else [*so_far, part]
+                name = parameters[first]
+                so_far, part = found[name], self._part(stored, name, tensor.flatten() % _OWNER)
+                found[name] = None if so_far is None or part is None else [*so_far, part]
             else:
-                owners = [parameters[owner] for owner in (tensor // _OWNER).unique().tolist()]
+                owners = [parameters[owner] for owner in sorted(set((tensor // _OWNER).flatten().tolist()))]
                 found.update(dict.fromkeys(owners))
                 self._shared[self._as_stored(stored)] = owners
         for name, parts in found.items():

@@ -26,6 +26,9 @@ class ModuleReport:
         damp_escalations: How often damping had to grow.
         dead_columns: Columns whose inputs were always zero.
         seconds: Time of the solver.
+        tokens: Calibration tokens that reached it; None without calibration.
+        prior_tokens: Tokens' worth of what all experts of the layer received, that filled up its statistics: an expert
+            that few tokens are routed to is not left to these alone.
     """
 
     name: str
@@ -40,6 +43,8 @@ class ModuleReport:
     damp_escalations: int
     dead_columns: int
     seconds: float
+    tokens: int | None = None
+    prior_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

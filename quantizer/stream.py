@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ArchitectureError
+from .experts import Received, Routing, Watch, eager_experts, stacked_parameters
+from .groups import Group, group_stages
+from .modules import Target
 
 
 class _Done(Exception):  # noqa: N818 - leaves the model's forward pass early; no error
@@ -33,6 +38,9 @@ class BlockStream:
         self._model = model
         self._blocks = list(blocks)
         self._returns_tuple = False
+        accepted = inspect.signature(model.forward).parameters.values()
+        takes = any(parameter.name == "use_cache" or parameter.kind is parameter.VAR_KEYWORD for parameter in accepted)
+        self._settings = {"use_cache": False} if takes else {}
 
     def embed(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The hidden states that enter the first block, (samples, length, width)."""
@@ -153,6 +161,77 @@ class BlockStream:
             )
         return [names for _, _, names in order]
 
+    def receive(
+        self,
+        layer: int,
+        batch: Mapping[str, Tensor],
+        hidden: Tensor,
+        targets: Sequence[Target],
+        block: nn.Module | None = None,
+        routing: Mapping[str, Routing] | None = None,
+    ) -> tuple[list[Received], dict[str, Routing]]:
+        """What each of `targets` inside block `layer` receives, and how tokens were routed to stacked experts.
+
+        The pass ends as soon as all have been reached; an expert that no token of the batch goes to receives no rows.
+
+        Args:
+            layer: Number of the block.
+            batch: As for `run`.
+            hidden: As for `run`.
+            targets: Matrices of the block (of `block` where given).
+            block: As for `run`.
+            routing: Send the tokens to these experts, instead of those that the block's own router chooses.
+        """
+        seen: dict[str, Tensor] = {}
+
+        def record(target: Target, received: Tensor) -> None:
+            seen.setdefault(target.name, received)
+            if len(seen) == len(targets):
+                raise _Done
+
+        watch = Watch(targets, record, routing)
+        with _watching(watch, targets, record):
+            self._enter(layer, batch, lambda _, call: call(hidden), block, ends=True)
+        received = []
+        for target in targets:
+            none = torch.empty(0, target.weight.shape[1], dtype=hidden.dtype, device=hidden.device)
+            rows = seen.get(target.name, none)
+            tokens = None if target.expert is None else watch.tokens(target, len(rows))
+            received.append(Received(rows, tokens))
+        return received, watch.routings
+
+    def trace(self, layer: int, batch: Mapping[str, Tensor], hidden: Tensor, targets: Sequence[Target]) -> list[Group]:
+        """The `targets` of block `layer` in the order in which they are called, as groups of stages; see `Group`.
+
+        Raises:
+            ArchitectureError: A matrix was never called, and is no expert beside others that were.
+        """
+        order: list[tuple[Tensor, int, list[str]]] = []
+        routed = {target.name for target in targets if target.expert is not None}
+
+        def record(target: Target, received: Tensor) -> None:
+            if any(target.name in names for _, _, names in order):
+                return
+            if received.shape[:-1].numel() != hidden.shape[:-1].numel():
+                routed.add(target.name)
+            # `order` keeps the tensors alive, so an equal address and version mean the same numbers.
+            for earlier, version, names in order:
+                same_place = earlier.data_ptr() == received.data_ptr() and earlier.shape == received.shape
+                if same_place and version == received._version:
+                    names.append(target.name)
+                    return
+            order.append((received, received._version, [target.name]))
+
+        with _watching(Watch(targets, record), targets, record):
+            self.run(layer, batch, hidden)
+        groups, silent = group_stages([names for _, _, names in order], [target.name for target in targets], routed)
+        if silent:
+            raise ArchitectureError(
+                f"{', '.join(silent)}: not called in a forward pass, so there is nothing to calibrate with; "
+                "leave them in floating point with an override"
+            )
+        return groups
+
     def _as_output(self, hidden: Tensor) -> Any:
         return (hidden,) if self._returns_tuple else hidden
 
@@ -189,13 +268,30 @@ class BlockStream:
             for earlier in self._blocks[:layer]:
                 patches.enter_context(_forward_replaced(earlier, pass_through))
             patches.enter_context(_forward_replaced(original, instead))
+            patches.enter_context(eager_experts(self._model, *([] if block is None else [block])))
             patches.enter_context(suppress(_Done))
-            self._model(**batch, use_cache=False)
+            self._model(**batch, **self._settings)
 
 
 def float_copy(block: nn.Module) -> nn.Module:
     """A copy of `block` that keeps its weights while the original's are quantized."""
     return copy.deepcopy(block)
+
+
+@contextmanager
+def _watching(watch: Watch, targets: Sequence[Target], record: Callable[[Target, Tensor], None]) -> Iterator[None]:
+    """Call `record` with every target and what it receives, before it is computed."""
+    with ExitStack() as hooks:
+        for target in targets:
+            if target.expert is None:
+                hook = partial(_call, record, target)
+                hooks.callback(target.module.register_forward_pre_hook(hook).remove)
+        with watch:
+            yield
+
+
+def _call(record: Callable[[Target, Tensor], None], target: Target, _: nn.Module, arguments: tuple[Any, ...]) -> None:
+    record(target, arguments[0])
 
 
 @contextmanager
@@ -219,6 +315,7 @@ def working_copy(
 
     Buffers keep their dtype (rotary frequencies are float32 on purpose). `leave` names submodules to leave alone.
     """
+    stacked = {id(tensor) for inner in module.modules() for tensor in stacked_parameters(inner).values()}
     left = {id(tensor) for other in leave for tensor in (*other.parameters(), *other.buffers())}
     moved: list[tuple[Tensor, Tensor]] = []
     try:
@@ -227,7 +324,9 @@ def working_copy(
                 continue
             moved.append((tensor, tensor.data))
             is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-            tensor.data = tensor.data.to(device=device, dtype=dtype if is_weight else tensor.dtype)
+            # Stacked experts are overwritten one by one, in place.
+            wanted = dtype if is_weight else tensor.dtype
+            tensor.data = tensor.data.to(device=device, dtype=wanted, copy=id(tensor) in stacked)
         yield
     finally:
         for tensor, before in moved:

@@ -29,7 +29,9 @@ def config(**changes):
 def with_solved_weights(model, result):
     """`model` with the solver's own weights in place of the float ones."""
     for name, weight in result.weights.items():
-        Target(name, model.get_submodule(name), result.report.config).replace_weight(weight.dequantize())
+        Target(name, model.get_submodule(name), result.report.config, f"{name}.weight").replace_weight(
+            weight.dequantize()
+        )
     return model
 
 

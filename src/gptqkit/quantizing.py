@@ -23,8 +23,7 @@ from .export.staging import check_target
 from .export.work import work_path
 from .export.writer import MAX_SHARD_BYTES, public_name
 from .job import Job, StoredWeights, versions
-from .loading import _load_tokenizer as load_tokenizer
-from .loading import choose_device
+from .loading import choose_device, load_tokenizer
 from .progress import ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
 from .quantizer.quantized import QuantizedWeight

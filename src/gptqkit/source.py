@@ -11,19 +11,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
+from .architecture import empty_model, explain, without_bars
 from .errors import CheckpointError
 from .export.names import StoredNames
 from .export.shards import PICKLES, Shards, some
-from .loading import _explain, _without_bars
 from .quantizer.modules import find_blocks, is_tied, output_layer
 from .quantizer.stream import working_copy
 from .quantizer.weights import InMemory, Weights
@@ -106,16 +105,13 @@ class StoredModel:
     """
 
     def __init__(self, path_or_id: str | Path, *, trust_remote_code: bool = False) -> None:
-        with _explain(path_or_id), _without_bars():
+        with explain(path_or_id), without_bars():
             self.path = _local(path_or_id)
             config = AutoConfig.from_pretrained(self.path, trust_remote_code=trust_remote_code)
             if hasattr(config, "quantization_config"):
                 raise CheckpointError(f"{path_or_id} is quantized; start from the float model")
-            with init_empty_weights(include_buffers=False):  # buffers such as inv_freq are in no file
-                self._dtype = config.dtype or torch.float32
-                self.model = AutoModelForCausalLM.from_config(
-                    config, dtype=self._dtype, trust_remote_code=trust_remote_code
-                )
+            self._dtype = config.dtype or torch.float32
+            self.model = empty_model(config, self._dtype, trust_remote_code=trust_remote_code)
             if (self.path / "generation_config.json").exists() and self.model.can_generate():
                 self.model.generation_config = GenerationConfig.from_pretrained(self.path)
         self.model.tie_weights()
@@ -218,7 +214,7 @@ class StoredModel:
         ]
         conversions = getattr(self.model, "_weight_conversions", None)
         try:
-            with _without_bars():
+            with without_bars():
                 self._load(names, device)
                 self.model.tie_weights()
             with working_copy(module, device, dtype, leave=leave):

@@ -81,3 +81,32 @@ def test_reduced_precision_by_torchs_older_interface():
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 20, 47])
+def test_few_tokens_are_filled_up_with_the_mean_of_the_pool(tokens):
+    x, x_float = streams(tokens=300)
+    own, own_float = x[:tokens], x_float[:tokens]
+    pool = InputStatistics(48, torch.device("cpu"), cross=True)
+    few = InputStatistics(48, torch.device("cpu"), cross=True)
+    rest = InputStatistics(48, torch.device("cpu"), cross=True)
+    few.update(own, own_float)
+    rest.update(x[tokens:], x_float[tokens:])
+    for part in (few, rest):
+        pool.absorb(part)
+    assert pool.tokens == 300
+    filled = few.filled_up(pool)
+    x, x_float, own, own_float = (tensor.double() for tensor in (x, x_float, own, own_float))
+    exact = (own.T @ own + (48 - tokens) * x.T @ x / 300) / 48
+    exact_cross = ((own_float - own).T @ own + (48 - tokens) * (x_float - x).T @ x / 300) / 48
+    assert float((filled.hessian() - exact).norm() / exact.norm()) < 1e-6
+    assert float((filled.cross() - exact_cross).norm() / exact_cross.norm()) < 2e-6
+    assert (filled.tokens, few.tokens) == (48, tokens)
+    assert torch.linalg.cholesky_ex(filled.hessian())[1] == 0  # however few tokens there are
+
+
+def test_enough_tokens_need_no_prior():
+    x, _ = streams(tokens=48)
+    statistics = InputStatistics(48, torch.device("cpu"))
+    statistics.update(x)
+    assert statistics.filled_up(statistics) is statistics

@@ -2,8 +2,10 @@
 
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from gptqkit.calibration.windows import TokenWindows
+from gptqkit.quantizer.experts import stacked_parameters
 from gptqkit.quantizer.modules import find_blocks, is_matrix
 
 SIZE = {
@@ -14,6 +16,13 @@ SIZE = {
     "max_position_embeddings": 64,
 }
 GROUPED = {**SIZE, "intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16}
+ROUTED = {"num_experts_per_tok": 2}
+EXPERTS = {**ROUTED, "moe_intermediate_size": 32}
+
+
+def without(settings, key):
+    return {name: value for name, value in settings.items() if name != key}
+
 
 MODELS = {
     "llama": lambda: transformers.LlamaConfig(**GROUPED, attention_bias=True, tie_word_embeddings=True),
@@ -32,17 +41,81 @@ MODELS = {
 }
 
 
+MIXTURES = {
+    "mixtral": lambda: transformers.MixtralConfig(**GROUPED, **ROUTED, num_local_experts=4),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **without(GROUPED, "head_dim"), **EXPERTS, num_experts=4, shared_expert_intermediate_size=64
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**GROUPED, **EXPERTS, num_experts=4),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **{**without(GROUPED, "head_dim"), "num_key_value_heads": 4, "num_hidden_layers": 3},
+        **EXPERTS,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_rope_head_dim=32,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        n_group=2,
+        topk_group=1,
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **GROUPED,
+        **ROUTED,
+        num_local_experts=4,
+        sliding_window=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+}
+
+
+def llava():
+    return transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=6,
+            num_attention_heads=2,
+            image_size=16,
+            patch_size=8,
+            projection_dim=32,
+        ),
+        text_config=transformers.LlamaConfig(**GROUPED),
+        image_token_index=95,
+    )
+
+
+OTHERS = {"llava": llava, "bert": lambda: transformers.BertConfig(**SIZE, intermediate_size=96)}
+CLASSES = {"llava": transformers.LlavaForConditionalGeneration, "bert": transformers.BertModel}
+
+
 def build(name, **changes):
     torch.manual_seed(0)
-    config = MODELS[name]()
+    config = {**MODELS, **MIXTURES, **OTHERS}[name]()
     for key, value in changes.items():
         setattr(config, key, value)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():  # random initial weights are tiny; make the blocks matter
+    kind = CLASSES.get(name)
+    model = (transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)).eval()
+    with torch.no_grad():  # random initial weights are tiny; make the blocks matter, and biases and routers differ
         for module in find_blocks(model)[1].modules():
             if is_matrix(module):
                 module.weight.mul_(5)
+            for stack in stacked_parameters(module).values():
+                stack.mul_(5)
+            for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                if key.endswith("bias") and name in MIXTURES:
+                    tensor.normal_(std=0.1)
+                if key == "weight" and type(module).__name__.endswith("Router"):
+                    tensor.normal_(std=0.3)
     return model
+
+
+def save(model, path):
+    """Write a float model as its architecture's files are named, in one file."""
+    model.save_pretrained(path)
+    return load_file(path / "model.safetensors")
 
 
 def windows(samples=6, length=24, vocabulary=96, padded=False):

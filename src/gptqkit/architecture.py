@@ -1,0 +1,85 @@
+"""Models of transformers as a configuration describes them: the right class, built without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import meta_device_safe_creation_ops
+from transformers.utils import logging as transformers_logging
+
+from .errors import ArchitectureError, DatasetUnavailableError, GptqkitError
+
+
+def model_class(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Any:
+    """The class that `config` names, be it a language model, a composite model or an encoder.
+
+    AutoModelForCausalLM where the class is none of transformers' own.
+
+    Args:
+        config: The configuration.
+        trust_remote_code: Prefer the code that the model brings along, where it does.
+    """
+    if not (trust_remote_code and getattr(config, "auto_map", None)):
+        for name in config.architectures or ():
+            found = getattr(transformers, name, None)
+            if isinstance(found, type) and issubclass(found, PreTrainedModel):
+                return found
+    return AutoModelForCausalLM
+
+
+def empty_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
+    """The model of `config` in evaluation mode, its parameters on the meta device; buffers have their first values.
+
+    No memory is taken for weights, not even in passing: the stacked experts of one block can be larger than RAM.
+
+    Args:
+        config: The configuration.
+        dtype: Of the parameters.
+        trust_remote_code: As for `model_class`.
+    """
+    kind = model_class(config, trust_remote_code=trust_remote_code)
+    with torch.device("meta"), meta_device_safe_creation_ops():
+        if kind is AutoModelForCausalLM:
+            model = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        else:
+            model = kind._from_config(config, dtype=dtype)
+    # As transformers does after it has loaded a model: buffers such as inv_freq are in no file.
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    model.initialize_weights()
+    return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def explain(path_or_id: Path | str) -> Iterator[None]:
+    """Turn what transformers raises about a model's files into our errors."""
+    try:
+        yield
+    except GptqkitError:
+        raise
+    except OSError as error:
+        raise DatasetUnavailableError(f"{path_or_id} cannot be loaded: {error}") from error
+    except (KeyError, ValueError) as error:
+        raise ArchitectureError(f"{path_or_id} is not a model that can be loaded: {error}") from error
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Silence transformers' progress bars: the library reports through callbacks only."""
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()
