@@ -90,50 +90,63 @@ class CalibrationBatches:
 
     def add(
         self,
-        statistics: InputStatistics,
+        statistics: Sequence[InputStatistics],
         samples: range,
         inputs: Tensor,
         float_inputs: Tensor | None,
         *,
+        routed: bool = False,
+        tokens: Tensor | None = None,
         layer: int | None,
         module: str,
         skip: bool,
     ) -> None:
         """Add what one batch feeds one module to its statistics, padding and excluded samples masked out.
 
+        Args:
+            statistics: What to add to.
+            samples: The batch.
+            inputs: What the module receives, (..., in).
+            float_inputs: The same in the float model; for statistics with pairs.
+            routed: Whether the rows are those of some tokens only, as experts receive them.
+            tokens: Then which of the batch's tokens each row is; None where nobody knows.
+            layer: Number of the block, for messages.
+            module: Name of the module, for messages.
+            skip: Leave out samples with NaN or infinity.
+
         Raises:
             NonFiniteError: NaN or infinity in a sample that counts, unless `skip`, which excludes it from here on.
             ArchitectureError: Padding, and inputs whose rows are not the tokens of the batch.
         """
         mask = self._token_mask(samples)
-        everything = bool(mask.all())
         streams = [inputs] if float_inputs is None else [inputs, float_inputs]
-        rows = mask.numel()
-        per_token = inputs.shape[:-1].numel() == rows
-        if not everything and not per_token:
-            raise ArchitectureError(
-                f"{module} receives {inputs.shape[:-1].numel()} rows for {rows} tokens, so padding cannot be told "
-                "apart; calibrate on whole windows (concatenate=True)"
-            )
-        if per_token:
-            broken = torch.zeros_like(mask)
-            for stream in streams:
-                broken |= ~torch.isfinite(stream.reshape(*mask.shape, -1)).all(-1)
-            bad = (broken & mask).any(1).cpu()
-            if bool(bad.any()):
+        streams = [stream.reshape(-1, stream.shape[-1]) for stream in streams]
+        count = len(streams[0])
+        if tokens is None and not routed and count == mask.numel():
+            tokens = torch.arange(count, device=mask.device)
+        if tokens is None:
+            if not bool(mask.all()):
+                raise ArchitectureError(
+                    f"{module} receives {count} rows for {mask.numel()} tokens, so padding and samples left out cannot "
+                    "be told apart; calibrate on whole windows (concatenate=True)"
+                )
+        else:
+            broken = torch.stack([~torch.isfinite(stream).all(-1) for stream in streams]).any(0)
+            bad = torch.unique(tokens[broken & mask.flatten()[tokens]] // mask.shape[1]).cpu()
+            if len(bad):
                 if not skip:
                     raise NonFiniteError(
                         f"NaN or infinity in the inputs of {module}, {_where(layer)}, calibration sample "
-                        f"{samples.start + int(bad.nonzero()[0])}; "
+                        f"{samples.start + int(bad[0])}; "
                         "check the model in this dtype, or set skip_nonfinite=True to leave such samples out"
                     )
-                self.counts[samples.start : samples.stop] &= ~bad
+                self.counts[samples.start + bad] = False
                 mask = self._token_mask(samples)
-                everything = False
-        chosen = [stream.reshape(-1, stream.shape[-1]) for stream in streams]
-        if not everything:
-            chosen = [stream[mask.flatten()] for stream in chosen]
-        statistics.update(*chosen)
+            if not bool(mask.all()):
+                keep = mask.flatten()[tokens]
+                streams = [stream[keep] for stream in streams]
+        for one in statistics:
+            one.update(*streams)
 
     def settle(self, counts: Sequence[Tensor], *, layer: int | None, module: str) -> None:
         """Leave out what any process left out.

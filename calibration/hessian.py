@@ -33,6 +33,11 @@ class InputStatistics:
         self._cross = torch.zeros_like(self._hessian) if cross else None
 
     @property
+    def paired(self) -> bool:
+        """Whether C is accumulated."""
+        return self._cross is not None
+
+    @property
     def sums(self) -> list[Tensor]:
         """The sums themselves, (in, in) each: of H, then of C where asked for. Whoever changes them sets `tokens`."""
         return [self._hessian] if self._cross is None else [self._hessian, self._cross]

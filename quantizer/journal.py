@@ -21,6 +21,7 @@ class Step:
     Attributes:
         layer: The block that is finished; None for the output layer.
         weights: Its quantized weights by full module name, on the CPU.
+        places: By the same names, the parameter of the model that each is or lies in, and which expert of it.
         reports: One per target of the part.
         hidden: What enters the next block; None without calibration, and after the last part.
         hidden_float: The same in the float model, for GPTAQ.
@@ -30,6 +31,7 @@ class Step:
 
     layer: int | None
     weights: Mapping[str, QuantizedWeight]
+    places: Mapping[str, tuple[str, int | None]]
     reports: list[ModuleReport]
     hidden: HiddenStates | None
     hidden_float: HiddenStates | None

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from .config import QuantizeConfig
+from .config import Method, QuantizeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,8 @@ class ModuleReport:
         damp_escalations: How often damping had to grow.
         dead_columns: Columns whose inputs were always zero.
         seconds: Time of the solver.
+        method: The method that solved it: "gptq" instead of "gptaq" where an expert's inputs have no pairs in the
+            float model.
         tokens: Calibration tokens that reached it; None without calibration.
         prior_tokens: Tokens' worth of what all experts of the layer received, that filled up its statistics: an expert
             that few tokens are routed to is not left to these alone.
@@ -43,6 +45,7 @@ class ModuleReport:
     damp_escalations: int
     dead_columns: int
     seconds: float
+    method: Method
     tokens: int | None = None
     prior_tokens: int = 0
 

@@ -73,43 +73,6 @@ class BlockStream:
         self._enter(layer, batch, work, block)
         return seen[0]
 
-    def tap(
-        self,
-        layer: int,
-        batch: Mapping[str, Tensor],
-        hidden: Tensor,
-        modules: Sequence[nn.Module],
-        block: nn.Module | None = None,
-    ) -> list[Tensor]:
-        """What each of `modules` inside block `layer` receives; the pass ends as soon as all have been reached.
-
-        Args:
-            layer: Number of the block.
-            batch: As for `run`.
-            hidden: As for `run`.
-            modules: Modules of the block (of `block` where given).
-            block: As for `run`.
-
-        Raises:
-            ArchitectureError: A module was never called.
-        """
-        seen: dict[nn.Module, Tensor] = {}
-
-        def record(module: nn.Module, arguments: tuple[Any, ...], _: dict[str, Any]) -> None:
-            seen.setdefault(module, arguments[0])
-            if len(seen) == len(modules):
-                raise _Done
-
-        with ExitStack() as hooks:
-            for module in modules:
-                hooks.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)
-            self._enter(layer, batch, lambda _, call: call(hidden), block, ends=True)
-        if len(seen) < len(modules):
-            raise ArchitectureError(
-                f"{len(modules) - len(seen)} modules of block {layer} were not called by its forward pass"
-            )
-        return [seen[module] for module in modules]
-
     def tap_head(self, batch: Mapping[str, Tensor], hidden: Tensor, head: nn.Module) -> Tensor:
         """What the output layer receives when `hidden` leaves the last block, (samples, length, width)."""
         seen: list[Tensor] = []
@@ -124,42 +87,6 @@ class BlockStream:
         finally:
             hook.remove()
         return seen[0]
-
-    def stages(
-        self, layer: int, batch: Mapping[str, Tensor], hidden: Tensor, modules: Mapping[str, nn.Module]
-    ) -> list[list[str]]:
-        """Names of `modules` in the order in which block `layer` calls them, those that share an input together.
-
-        Raises:
-            ArchitectureError: A module was never called.
-        """
-        order: list[tuple[Tensor, int, list[str]]] = []
-
-        def record(name: str, arguments: tuple[Any, ...]) -> None:
-            if any(name in names for _, _, names in order):
-                return
-            received = arguments[0]
-            # `order` keeps the tensors alive, so an equal address and version mean the same numbers.
-            for earlier, version, names in order:
-                same_place = earlier.data_ptr() == received.data_ptr() and earlier.shape == received.shape
-                if same_place and version == received._version:
-                    names.append(name)
-                    return
-            order.append((received, received._version, [name]))
-
-        with ExitStack() as hooks:
-            for name, module in modules.items():
-                hook = module.register_forward_pre_hook(lambda _, arguments, name=name: record(name, arguments))
-                hooks.callback(hook.remove)
-            self.run(layer, batch, hidden)
-        called = {name for _, _, names in order for name in names}
-        silent = [name for name in modules if name not in called]
-        if silent:
-            raise ArchitectureError(
-                f"{', '.join(silent)}: not called in a forward pass, so there is nothing to calibrate with; "
-                "leave them in floating point with an override"
-            )
-        return [names for _, _, names in order]
 
     def receive(
         self,

@@ -155,17 +155,17 @@ def test_something_else_is_not_resumed_and_what_differs_is_named(stored, tmp_pat
 
 
 def test_out_of_memory_halves_the_batch_for_good(monkeypatch):
-    tap = gptqkit.quantizer.stream.BlockStream.tap
+    receive = gptqkit.quantizer.stream.BlockStream.receive
     sizes = []
 
     def small(self, layer, batch, *arguments):
         sizes.append(len(batch["input_ids"]))
         if sizes[-1] > 2:
             raise torch.OutOfMemoryError("too little")
-        return tap(self, layer, batch, *arguments)
+        return receive(self, layer, batch, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("gptqkit.quantizer.stream.BlockStream.tap", small)
+        patch.setattr("gptqkit.quantizer.stream.BlockStream.receive", small)
         tokens = windows().input_ids
         result = gptqkit.quantize(build("llama"), tokens, None, settings(), sequence_length=24, batch_size=5)
     assert result.report.batch_size == 2

@@ -172,22 +172,31 @@ class Job:
 
     def _as_stored(self, step: Step) -> tuple[dict[str, QuantizedWeight], dict[str, Tensor]]:
         """The quantized weights and the other tensors of a finished part under their names in the checkpoint."""
-        names = self._source.names
-        solved = {f"{name}.weight": weight for name, weight in step.weights.items()}
+        names, model = self._source.names, self._source.model
+        solved = {step.places[name]: weight for name, weight in step.weights.items()}
+        touched = {parameter for parameter, _ in solved}
+        touched |= {f"{parameter}_bias" for parameter, expert in solved if expert is not None}
         weights: dict[str, QuantizedWeight] = {}
         others: dict[str, Tensor] = {}
         for stored, tensor in self._source.tensors(step.layer):
             shares = names.shares(stored)
-            if solved.keys().isdisjoint(shares):
+            if touched.isdisjoint(shares):
                 if step.layer is not None:
                     others[stored] = tensor
                 continue
-            for parameter in shares:
-                for part in names.parts(parameter):
-                    if parameter in solved:
-                        weights[part.module] = solved[parameter]
-                    else:  # one stored tensor became several parameters, not all of them quantized
-                        others[part.name] = self._source.model.get_parameter(parameter).detach().to(tensor.dtype)
+            own = names.find(stored)
+            for part in names.parts(shares[0]) if own is None and len(shares) == 1 else [own] if own else ():
+                weight = solved.get((part.parameter, part.expert))
+                if weight is not None:
+                    weights[part.module] = weight if part.rows is None else weight.rows(part.rows)
+                else:  # an expert that was left out, or the bias of one that was not
+                    others[part.name] = tensor if own else names.cut(part.parameter, tensor)[part.name]
+            for parameter in shares[1:] and shares:  # one stored tensor became several parameters: under their names
+                name = parameter.removesuffix(".weight")
+                if (parameter, None) in solved:
+                    weights[name] = solved[parameter, None]
+                else:
+                    others[parameter] = model.get_parameter(parameter).detach().to(tensor.dtype)
         return weights, others
 
     def finish(
@@ -215,7 +224,7 @@ class Job:
         finish_checkpoint(
             self.work,
             config=self._config,
-            model_config=json.loads(model.config.to_json_string()),
+            model_config={**json.loads(model.config.to_json_string()), "architectures": [type(model).__name__]},
             report=report,
             tokenizer=tokenizer,
             generation_config=json.loads(model.generation_config.to_json_string()) if model.can_generate() else None,

@@ -29,7 +29,8 @@ from .quantizer.config import QuantizeConfig
 from .quantizer.quantized import QuantizedWeight
 from .quantizer.ranks import Ranks
 from .quantizer.report import QuantizationReport
-from .quantizer.walk import WalkResult, quantize_blocks
+from .quantizer.solving import WalkResult
+from .quantizer.walk import quantize_blocks
 from .source import FloatModel, LoadedModel, StoredModel
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from gptqkit.calibration.windows import TokenWindows
 from gptqkit.errors import ArchitectureError, ConfigError, NonFiniteError
 from gptqkit.quantizer.config import ModuleOverride, QuantizeConfig
-from gptqkit.quantizer.modules import find_blocks, is_matrix, matrix
+from gptqkit.quantizer.modules import find_blocks, find_targets, is_matrix, matrix
 from gptqkit.quantizer.solver import solve_gptaq, solve_gptq
 from gptqkit.quantizer.stream import BlockStream
 from gptqkit.quantizer.walk import quantize_blocks
@@ -50,10 +50,10 @@ def test_stages_are_what_the_block_does(name):
     prefix, blocks = find_blocks(model)
     stream = BlockStream(model, blocks)
     batch = {"input_ids": windows().input_ids}
-    modules = {inner: module for inner, module in blocks[0].named_modules() if is_matrix(module)}
+    targets = find_targets(blocks[0], f"{prefix}.0", settings())
     with torch.no_grad():
-        stages = stream.stages(0, batch, stream.embed(batch), modules)
-    found = [tuple(inner.rpartition(".")[2] for inner in stage) for stage in stages]
+        groups = stream.trace(0, batch, stream.embed(batch), targets)
+    found = [tuple(inner.rpartition(".")[2] for inner in stage) for group in groups for stage in group.stages]
     if name == "falcon":  # attention and MLP run in parallel, from two layer norms
         assert sorted(found) == sorted(STAGES[name])
     else:
