@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
 import signal
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,16 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def wait_until_at_work(process: subprocess.Popen[bytes], out: Path) -> None:
+    """Wait until a process holds the work directory of `out`: it spends seconds on imports before."""
+    lock = str(work_path(out) / "lock")
+    while process.poll() is None:
+        with suppress(OSError):
+            if any(os.readlink(file) == lock for file in Path(f"/proc/{process.pid}/fd").iterdir()):
+                return
+        time.sleep(0.002)
+
+
 def finished_parts(out: Path) -> int:
     """How many parts of an unfinished job are on disk for good."""
     return len(list(work_path(out).glob("block-*.json"))) + (work_path(out) / "outside.json").exists()
@@ -57,8 +69,7 @@ def undisturbed(folder: Path) -> tuple[list[dict[str, bytes]], list[float]]:
     for number, settings in enumerate(SETTINGS):
         out = folder / f"whole-{number}"
         process = start(out, settings)
-        while not work_path(out).exists() and process.poll() is None:
-            time.sleep(0.005)
+        wait_until_at_work(process, out)
         began = time.perf_counter()
         if process.wait():
             raise SystemExit(f"a job that nobody disturbed failed: {process.stderr and process.stderr.read()!r}")
@@ -78,8 +89,7 @@ def kill_and_resume(folder: Path, kills: int, chance: random.Random) -> dict[str
         while not out.exists():
             process = start(out, SETTINGS[number])
             if killed < kills:
-                while not work_path(out).exists() and process.poll() is None:
-                    time.sleep(0.005)
+                wait_until_at_work(process, out)
                 time.sleep(chance.uniform(0, 0.6 * seconds[number]))
                 process.send_signal(signal.SIGKILL)
             status = process.wait()
