@@ -1,5 +1,5 @@
 """Text -> token windows -> statistics of what each Linear receives."""
 
-from .windows import TokenWindows, load_tokens, load_windows
+from .windows import TokenWindows, load_texts, load_tokens, load_windows
 
-__all__ = ["TokenWindows", "load_tokens", "load_windows"]
+__all__ = ["TokenWindows", "load_texts", "load_tokens", "load_windows"]

@@ -53,6 +53,14 @@ def check_ids(ids: Tensor, vocab_size: int | None, name: str) -> None:
         )
 
 
+def special_tokens(tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
+    """The ids that the tokenizer puts before and after a text, such as those of [CLS] and [SEP]."""
+    bare: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole: list[int] = tokenizer("a")["input_ids"]
+    start = next(place for place in range(len(whole) + 1) if whole[place : place + len(bare)] == bare)
+    return torch.tensor(whole[:start], dtype=torch.int64), torch.tensor(whole[start + len(bare) :], dtype=torch.int64)
+
+
 def _render(chat: Sequence[Message], tokenizer: Tokenizer, name: str) -> str:
     if getattr(tokenizer, "chat_template", None) is None:
         raise CalibrationError(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CalibrationError, ConfigError, ShapeError
-from .encoding import Tokenizer, check_ids, encode
+from .encoding import Tokenizer, check_ids, encode, special_tokens
 from .rows import FixedWindows, Row, Rows
 from .sources import Source, open_source
 
@@ -175,6 +175,62 @@ def load_tokens(
         raise CalibrationError(f"{opened.name} holds no token; give a source that is not empty")
     check_ids(tokens, vocab_size, opened.name)
     return tokens
+
+
+def load_texts(
+    source: Source,
+    tokenizer: Tokenizer | None,
+    *,
+    sequence_length: int,
+    limit: int | None = None,
+    column: str | None = None,
+    split: str | None = None,
+    vocab_size: int | None = None,
+) -> list[Tensor]:
+    """The rows of a source as texts of their own, (tokens,) int64 each, for the evaluation of encoders.
+
+    Text gets the special tokens of the tokenizer around it, without which an encoder was never trained. A row that is
+    too long is cut into texts of `sequence_length` tokens, and a rest that fills none is left out; so are rows that are
+    empty or blank. Token ids and chats are taken without further tokens.
+
+    Args:
+        source: Text, chats or token ids; see `open_source` for all kinds.
+        tokenizer: The model's tokenizer; None where the source is token ids.
+        sequence_length: Tokens per text, at most, special ones included.
+        limit: Take only the first texts; None for all.
+        column: Where records have columns, the one to read; None finds it.
+        split: The split of a data set on the Hub; None for "test" (c4: "validation", pile: "train").
+        vocab_size: Rows of the model's embedding, against which every id is checked; None checks for negative ids only.
+
+    Raises:
+        ConfigError: `sequence_length` leaves no room for text, or `limit` is not positive.
+        CalibrationError: There is no token, or text or tokens that cannot be used.
+        DatasetUnavailableError: A file does not exist, or the Hub cannot be reached.
+
+    >>> [text.tolist() for text in load_texts([[1, 2, 3, 4, 5], [6, 7]], None, sequence_length=4)]
+    [[1, 2, 3, 4], [6, 7]]
+    """
+    if sequence_length < 1 or (limit is not None and limit < 1):
+        raise ConfigError(f"sequence_length is {sequence_length} and the limit of texts {limit}; they must be positive")
+    opened = open_source(source, column=column, split=split, evaluation=True)
+    if isinstance(opened, Rows) and opened.streamed and limit is None:
+        raise CalibrationError(f"{opened.name} is streamed and may have no end; say how many texts you need")
+    rows: Iterable[Row] = opened.rows if isinstance(opened, Rows) else list(opened.input_ids)
+    texts: list[Tensor] = []
+    for batch in _batches(_filled(rows)):
+        for row, ids in zip(batch, encode(batch, tokenizer, opened.name), strict=True):
+            before, after = special_tokens(tokenizer) if isinstance(row, str) else (ids[:0], ids[:0])
+            room = sequence_length - len(before) - len(after)
+            if room < 1:
+                raise ConfigError(f"sequence_length is {sequence_length}, and special tokens take it all; give more")
+            parts = [part for part in torch.split(ids, room) if len(part) == min(room, len(ids)) > 0]
+            texts += [torch.cat([before, part, after]) for part in parts]
+        if limit is not None and len(texts) >= limit:
+            break
+    if not texts:
+        raise _nothing_left(opened.name)
+    check_ids(torch.cat(texts), vocab_size, opened.name)
+    return texts[:limit]
 
 
 def _limit(opened: FixedWindows, samples: int | None, sequence_length: int) -> Tensor:

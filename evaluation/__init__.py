@@ -1,1 +1,1 @@
-"""Perplexity and divergence of a model, quantized or not."""
+"""Perplexity and divergence of a model, quantized or not, and the embeddings of an encoder."""

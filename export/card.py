@@ -3,34 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from .shards import read_json
 
 _WORST = 5
 
 
-def model_card(report: Mapping[str, Any], quantization: Mapping[str, Any]) -> str:
+def pipeline_tag(directory: Path) -> str:
+    """What the model in a finished directory is for, as the Hub calls it.
+
+    Only models that generate text have a generation_config.json, only those of sentence-transformers a modules.json.
+    """
+    if (directory / "modules.json").exists():
+        return "sentence-similarity"
+    if not (directory / "generation_config.json").exists():
+        return "feature-extraction"
+    return "image-text-to-text" if "vision_config" in read_json(directory / "config.json") else "text-generation"
+
+
+def model_card(report: Mapping[str, Any], quantization: Mapping[str, Any], pipeline: str = "text-generation") -> str:
     """README.md with front matter, settings, measured perplexity, errors per layer and how to load the checkpoint.
 
     Args:
         report: The quantization report, as written to quantization_report.json. Keys that are missing are left out.
         quantization: The quantization config, as written to quantize_config.json.
+        pipeline: What the model is for; see `pipeline_tag`.
     """
     model = report.get("model")
     title = f"{str(model).rsplit('/', 1)[-1]}, {quantization['bits']}-bit GPTQ" if model else "GPTQ checkpoint"
     sections = [
-        _front_matter(model, quantization),
+        _front_matter(model, quantization, pipeline),
         f"# {title}",
         _settings(report, quantization),
         _perplexity(report.get("perplexity") or []),
         _errors(report.get("modules") or []),
-        _loading(quantization),
+        _loading(quantization, pipeline),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _front_matter(model: object, quantization: Mapping[str, Any]) -> str:
+def _front_matter(model: object, quantization: Mapping[str, Any], pipeline: str) -> str:
     """YAML that the Hub reads; a base model only where the name is one of the Hub's."""
-    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- gptq", "- gptqkit"]
+    lines = ["---", "library_name: transformers", f"pipeline_tag: {pipeline}", "tags:", "- gptq", "- gptqkit"]
     lines.append(f"- {quantization['bits']}-bit")
     if isinstance(model, str) and model.count("/") == 1 and all(model.split("/")):
         lines += [f"base_model: {model}", "base_model_relation: quantized"]
@@ -120,7 +136,8 @@ def _inner(module: Mapping[str, Any]) -> str:
     return f"`{inner if number else name}`"
 
 
-def _loading(quantization: Mapping[str, Any]) -> str:
+def _loading(quantization: Mapping[str, Any], pipeline: str) -> str:
+    """How to load it; with transformers only where that was tried: language models."""
     lines = [
         "## Loading",
         "",
@@ -129,6 +146,12 @@ def _loading(quantization: Mapping[str, Any]) -> str:
         "",
         'model, tokenizer = gptqkit.load("path/to/this/directory")',
         "```",
+    ]
+    if pipeline == "sentence-similarity":
+        lines += ["", "The model returns hidden states of tokens; pool them as `1_Pooling/config.json` says."]
+    if pipeline != "text-generation":
+        return "\n".join(lines)
+    lines += [
         "",
         "With transformers (which needs `optimum` and `gptqmodel` for it):",
         "",

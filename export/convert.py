@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import CheckpointError, ConfigError, ConversionError
 from ..quantizer.config import FORMATS, Format
-from .card import model_card
+from .card import model_card, pipeline_tag
 from .gptq import ZERO_OFFSET, count_outside, encode_zeros
 from .reader import Checkpoint, open_checkpoint
 from .shards import PICKLES, read_json, same_bits
@@ -120,7 +120,7 @@ def _update_json(directory: Path, format: Format) -> None:  # noqa: A002
             report["config"]["format"] = format
         write_json(directory / REPORT, report)
         try:
-            card = model_card(report, quantization)
+            card = model_card(report, quantization, pipeline_tag(directory))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{REPORT} is damaged ({error!r}); delete it, it is not needed") from error
         (directory / "README.md").write_text(card, encoding="utf-8", newline="\n")

@@ -16,7 +16,7 @@ from ..errors import CheckpointError, ConversionError, ShapeError
 from ..quantizer.config import Format, QuantizeConfig
 from ..quantizer.quantized import QuantizedWeight
 from ..version import __version__
-from .card import model_card
+from .card import model_card, pipeline_tag
 from .gptq import from_tensors, to_tensors
 from .quantization_config import LayerFacts, quantization_json
 from .reader import open_checkpoint
@@ -182,7 +182,8 @@ def finish_checkpoint(
     measured = dict(measure(directory)) if measure is not None else {}
     full_report = public_report({**report, **measured})
     write_json(directory / REPORT, full_report)
-    (directory / "README.md").write_text(model_card(full_report, quantization), encoding="utf-8", newline="\n")
+    card = model_card(full_report, quantization, pipeline_tag(directory))
+    (directory / "README.md").write_text(card, encoding="utf-8", newline="\n")
     work.finish()
 
 

@@ -28,6 +28,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .evaluating import evaluate
+    from .evaluation.embeddings import EmbeddingScores
     from .evaluation.scores import Scores
     from .export.convert import convert
     from .export.inspect import CheckpointSummary, inspect
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CheckpointSummary": "export.inspect",
+    "EmbeddingScores": "evaluation.embeddings",
     "ModuleOverride": "quantizer.config",
     "ModuleReport": "quantizer.report",
     "QuantizationReport": "quantizer.report",
@@ -62,6 +64,7 @@ __all__ = [
     "ConfigError",
     "ConversionError",
     "DatasetUnavailableError",
+    "EmbeddingScores",
     "GptqkitError",
     "ModuleOverride",
     "ModuleReport",

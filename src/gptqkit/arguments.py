@@ -193,7 +193,11 @@ def _add_quantize(commands: Any) -> None:
 
     run = command.add_argument_group("the run")
     run.add_argument("--format", choices=FORMATS, default="gptq_v2", help=_with_default("checkpoint format"))
-    run.add_argument("--evaluate-on", metavar="SOURCE", help="measure the written checkpoint's perplexity on this text")
+    run.add_argument(
+        "--evaluate-on",
+        metavar="SOURCE",
+        help="measure the written checkpoint's perplexity on this text; not for encoders",
+    )
     run.add_argument(
         "--batch-size", type=_positive, default=8, metavar="WINDOWS", help=_with_default("windows per forward pass")
     )
@@ -213,7 +217,8 @@ def _add_evaluate(commands: Any) -> None:
     command.add_argument(
         "--reference",
         metavar="MODEL",
-        help="the float model: adds mean KL divergence (nats per token) and how often both prefer the same token",
+        help="the float model: adds mean KL divergence (nats per token) and how often both prefer the same token; "
+        "encoders need one, whose embeddings theirs are compared with",
     )
     command.add_argument(
         "--sequence-length",
@@ -225,7 +230,7 @@ def _add_evaluate(commands: Any) -> None:
         "--stride",
         type=_positive,
         metavar="TOKENS",
-        help="how far a window moves on (default: its length, so that windows do not overlap)",
+        help="how far a window moves on (default: its length, so that windows do not overlap); not for encoders",
     )
     command.add_argument("--max-windows", type=_positive, metavar="N", help="stop after so many windows (default: all)")
     command.add_argument(

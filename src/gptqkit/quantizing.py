@@ -17,7 +17,7 @@ from .calibration.activations import Place
 from .calibration.sources import Source
 from .calibration.windows import TokenWindows, load_tokens, load_windows
 from .errors import ArchitectureError, CalibrationError, ConfigError
-from .evaluating import check_length, default_length, evaluate
+from .evaluating import check_length, default_length, evaluate, is_encoder
 from .evaluation.perplexity import cut_windows
 from .export.staging import check_target
 from .export.work import work_path
@@ -72,7 +72,7 @@ def quantize(
     trust_remote_code: bool = False,
     progress: ProgressCallback = silent,
 ) -> QuantizeResult:
-    """Quantize a causal language model and write the checkpoint.
+    """Quantize a language model or an encoder and write the checkpoint.
 
     A model in a folder or on the Hub is never in memory as a whole: the weights of each block are read when its turn
     comes. Finished blocks are kept in a work directory, `.NAME.gptqkit-work` beside `out`, from which an interrupted
@@ -92,7 +92,8 @@ def quantize(
         column: Column of the data set to read.
         split: Split of the data set to read.
         concatenate: Join all text and cut it; False makes one padded window per row.
-        evaluate_on: Text file or data set: measure the finished checkpoint's perplexity and record it.
+        evaluate_on: Text file or data set: measure the finished checkpoint's perplexity and record it. Not for
+            encoders, which have none.
         overwrite: Replace `out` where it is a quantized model already.
         resume: Go on with the unfinished job for `out` where there is one. The result is the same to the bit as without
             the interruption, in the same environment.
@@ -127,6 +128,11 @@ def quantize(
         name = public_name(model)
         source = StoredModel(model, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(source.path, trust_remote_code=trust_remote_code) if tokenizer is None else tokenizer
+    if evaluate_on is not None and is_encoder(source.model, source.path if isinstance(source, StoredModel) else None):
+        raise ConfigError(
+            f"evaluate_on measures perplexity, which {type(source.model).__name__}, an encoder, has not; leave it out, "
+            "and compare embeddings when it is done: gptqkit evaluate OUT --dataset TEXT --reference MODEL"
+        )
     length = default_length(source.model) if sequence_length is None else sequence_length
     check_length(source.model, length)
     vocab_size = source.model.get_input_embeddings().weight.shape[0]

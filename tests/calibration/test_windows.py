@@ -7,7 +7,7 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from gptqkit.calibration import TokenWindows, load_tokens, load_windows
+from gptqkit.calibration import TokenWindows, load_texts, load_tokens, load_windows
 from gptqkit.errors import CalibrationError, ConfigError, ShapeError
 
 WORDS = [
@@ -133,6 +133,35 @@ def test_no_special_tokens_are_added(tokenizer):
     eager.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     assert eager("one ship")["input_ids"][0] == 1
     assert load_tokens(["one ship"], eager).tolist() == encode(tokenizer, "one ship")
+
+
+def test_texts_for_encoders_carry_special_tokens_and_are_cut(tokenizer):
+    framed = copy.deepcopy(tokenizer)
+    framed.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    short, long = encode(tokenizer, "one ship"), encode(tokenizer, story(3))
+    room = len(long) // 2 - 1  # two full texts and a rest
+    texts = load_texts(["one ship", " ", story(3)], framed, sequence_length=room + 2)
+    pieces = [short, long[:room], long[room : 2 * room]]
+    assert [text.tolist() for text in texts] == [[1, *piece, 2] for piece in pieces]
+    assert len(load_texts(["one ship", story(3)], framed, sequence_length=room + 2, limit=2)) == 2
+    assert load_texts([short, long[:5]], framed, sequence_length=room)[1].tolist() == long[:5]
+    ready = torch.arange(12).view(3, 4)
+    assert torch.equal(torch.stack(load_texts(ready, None, sequence_length=4)), ready)
+
+
+def test_texts_that_cannot_be_used_are_refused(tokenizer):
+    framed = copy.deepcopy(tokenizer)
+    framed.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    with pytest.raises(ConfigError, match="special tokens take it all"):
+        load_texts(["one ship"], framed, sequence_length=1)
+    with pytest.raises(ConfigError, match="limit of texts 0"):
+        load_texts(["one ship"], framed, sequence_length=8, limit=0)
+    with pytest.raises(CalibrationError, match="nothing is left"):
+        load_texts([" ", ""], tokenizer, sequence_length=8)
+    with pytest.raises(CalibrationError, match="vocabulary"):
+        load_texts([[1, 2, 9]], None, sequence_length=8, vocab_size=9)
 
 
 def test_long_text_does_not_warn(tokenizer, caplog):

@@ -1,8 +1,12 @@
 """The model card tells what a reader needs and nothing that was not measured."""
 
+import json
+from pathlib import Path
 from typing import Any
 
-from gptqkit.export.card import model_card
+import pytest
+
+from gptqkit.export.card import model_card, pipeline_tag
 from gptqkit.quantizer.config import QuantizeConfig
 
 QUANTIZATION: dict[str, Any] = {
@@ -57,3 +61,25 @@ def test_what_is_not_known_is_left_out() -> None:
     assert "## Errors" not in card
     assert "None" not in card
     assert "asymmetric" not in card
+
+
+@pytest.mark.parametrize(
+    ("files", "tag"),
+    [
+        (["generation_config.json"], "text-generation"),
+        ([], "feature-extraction"),
+        (["modules.json"], "sentence-similarity"),
+        (["modules.json", "generation_config.json"], "sentence-similarity"),
+        (["generation_config.json", "vision"], "image-text-to-text"),
+    ],
+)
+def test_what_a_model_is_for_is_seen_from_its_files(files: list[str], tag: str, tmp_path: Path) -> None:
+    config = {"vision_config": {}} if "vision" in files else {}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for name in files:
+        (tmp_path / name).write_text("{}", encoding="utf-8")
+    assert pipeline_tag(tmp_path) == tag
+    card = model_card({}, QUANTIZATION, tag)
+    assert f"pipeline_tag: {tag}" in card.splitlines()
+    assert ("AutoModelForCausalLM" in card) == (tag == "text-generation")
+    assert card.count("```") == (4 if tag == "text-generation" else 2)

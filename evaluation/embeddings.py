@@ -1,0 +1,179 @@
+"""How well a quantized encoder keeps the embeddings of the float model.
+
+An embedding is the last hidden state of a text, pooled over its tokens. Two questions are asked of it: how far it
+turned (cosine similarity with the reference's embedding of the same text), and whether texts are still ranked the same
+way (Spearman's correlation between the cosine similarities of all pairs of texts in the one model and in the other).
+The second is what search and clustering rest on. Ranks are compared and not the similarities themselves, because
+embeddings often point into one narrow cone: all pairs are alike then, and any two models differ little.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..errors import ArchitectureError, ConfigError, NonFiniteError, ShapeError
+from ..progress import Progress, ProgressCallback, silent
+
+Pooling: TypeAlias = Literal["mean", "cls", "lasttoken"]
+"""Over the tokens of a text: the mean, the first or the last one; the names of sentence-transformers."""
+
+RANKED = 2000
+"""Texts whose pairs are ranked, at most: two million pairs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingScores:
+    """What was measured.
+
+    Attributes:
+        cosine: Mean over texts of the cosine similarity between the embeddings of model and reference.
+        lowest_cosine: The least of them.
+        rank_agreement: Spearman's correlation of the similarities of all pairs of the first 2000 texts; None where
+            there is no order to compare, with fewer than three texts or with pairs that are all alike.
+        texts: Texts that went through both models.
+        tokens: Tokens in them.
+        sequence_length: Tokens per text, at most.
+        pooling: How hidden states became embeddings: "mean", "cls" or "lasttoken".
+        seconds: Time of all forward passes and sums.
+        backend: What the quantized layers ran on; None for a float model.
+    """
+
+    cosine: float
+    lowest_cosine: float
+    rank_agreement: float | None
+    texts: int
+    tokens: int
+    sequence_length: int
+    pooling: str
+    seconds: float
+    backend: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return dataclasses.asdict(self)
+
+
+@torch.inference_mode()
+def compare_embeddings(
+    model: Any,
+    reference: Any,
+    texts: Sequence[Tensor],
+    *,
+    sequence_length: int,
+    pooling: Pooling = "mean",
+    batch_size: int = 8,
+    progress: ProgressCallback = silent,
+) -> EmbeddingScores:
+    """How far the embeddings of `model` lie from those of `reference`.
+
+    Texts of one length go through the models together, so that there is no padding.
+
+    Args:
+        model: A model of transformers in evaluation mode; it is run where it is, without the head it may have.
+        reference: The float model.
+        texts: At least one, (tokens,) int64 each.
+        sequence_length: Tokens per text, at most; only recorded.
+        pooling: Over the tokens of a text.
+        batch_size: Texts at a time.
+        progress: Called after every batch, counted in texts.
+
+    Raises:
+        ArchitectureError: A model that returns no last hidden state.
+        ConfigError: `batch_size` is not positive.
+        NonFiniteError: Embeddings that are not finite.
+        ShapeError: Models of different width.
+    """
+    if batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size}; it must be positive")
+    start = time.perf_counter()
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for numbers in _batches(texts, batch_size):
+        ids = torch.stack([texts[number] for number in numbers])
+        pair = _embed(model, ids, pooling, "model"), _embed(reference, ids, pooling, "reference")
+        if pair[0].shape != pair[1].shape:
+            raise ShapeError(
+                f"the reference's embeddings have {pair[1].shape[1]} dimensions, the model's {pair[0].shape[1]}; give "
+                "the float model that the quantized one was made of"
+            )
+        found.update({number: (pair[0][row], pair[1][row]) for row, number in enumerate(numbers)})
+        progress(Progress(stage="evaluate", done=len(found), total=len(texts)))
+    ours, theirs = (torch.stack([found[number][which] for number in range(len(texts))]) for which in (0, 1))
+    cosines = functional.cosine_similarity(ours, theirs, dim=1)
+    return EmbeddingScores(
+        cosine=float(cosines.mean()),
+        lowest_cosine=float(cosines.min()),
+        rank_agreement=_spearman(_similarities(ours[:RANKED]), _similarities(theirs[:RANKED])),
+        texts=len(texts),
+        tokens=sum(map(len, texts)),
+        sequence_length=sequence_length,
+        pooling=pooling,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _batches(texts: Sequence[Tensor], batch_size: int) -> Iterator[list[int]]:
+    """Numbers of texts of one length, at most `batch_size` together; the longest first, which need most memory."""
+
+    def length(number: int) -> int:
+        return -len(texts[number])
+
+    for _, group in groupby(sorted(range(len(texts)), key=length), length):
+        alike = list(group)
+        yield from (alike[first : first + batch_size] for first in range(0, len(alike), batch_size))
+
+
+def _embed(model: Any, ids: Tensor, pooling: Pooling, whose: str) -> Tensor:
+    """The embeddings of texts of one length, (texts, width) float64 on the CPU."""
+    hidden = getattr(model.base_model(input_ids=ids.to(model.device)), "last_hidden_state", None)
+    if hidden is None:
+        raise ArchitectureError(
+            f"the {whose}, a {type(model).__name__}, returns no last_hidden_state for tokens, so it has no embeddings "
+            "to measure; evaluate its text model"
+        )
+    hidden = hidden.double()
+    pooled: Tensor = {"mean": hidden.mean(1), "cls": hidden[:, 0], "lasttoken": hidden[:, -1]}[pooling]
+    if not bool(pooled.isfinite().all()):
+        raise NonFiniteError(
+            f"the {whose}'s embeddings are not finite; its activations left the range of its dtype: evaluate in "
+            "float32 or bfloat16"
+        )
+    return pooled.cpu()
+
+
+def _similarities(embeddings: Tensor) -> Tensor:
+    """The cosine similarity of every pair of texts, (pairs,)."""
+    unit = functional.normalize(embeddings, dim=1)
+    first, second = torch.triu_indices(len(unit), len(unit), offset=1)
+    return (unit @ unit.T)[first, second]
+
+
+def _spearman(x: Tensor, y: Tensor) -> float | None:
+    """The correlation of ranks; None where x or y has no order.
+
+    >>> _spearman(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([10.0, 20.0, 40.0, 30.0]))
+    0.8
+    """
+    ranks = torch.stack([_ranks(x), _ranks(y)])
+    if not len(x) or bool((ranks[:, :1] == ranks).all(1).any()):
+        return None
+    return round(float(torch.corrcoef(ranks)[0, 1]), 12)  # 1 is never exceeded
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """The rank of each value from 1 on; equal values share the mean of their ranks.
+
+    >>> _ranks(torch.tensor([0.5, 0.1, 0.5])).tolist()
+    [2.5, 1.0, 2.5]
+    """
+    _, place, counts = torch.unique(values, return_inverse=True, return_counts=True)
+    ranks: Tensor = counts.cumsum(0) - (counts.double() - 1) / 2
+    return ranks[place]
