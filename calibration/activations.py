@@ -109,7 +109,7 @@ class HiddenStates:
         if self.file is None:
             raise ValueError("these states have no file")
         states = torch.empty(len(samples), *self.shape, dtype=self.dtype)
-        view = states.view(torch.uint8).numpy().data.cast("B")
+        view = _bytes(states)
         offset = samples.start * self.sample_bytes
         with _opened(self.file, os.O_RDONLY) as descriptor:
             while view:
@@ -137,7 +137,12 @@ class _opened:  # noqa: N801 - reads as a statement
 
 
 def _write(descriptor: int, states: Tensor, offset: int) -> None:
-    view = states.contiguous().view(torch.uint8).numpy().data.cast("B")
+    view = _bytes(states.contiguous())
     while view:
         count = os.pwrite(descriptor, view, offset)
         view, offset = view[count:], offset + count
+
+
+def _bytes(states: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU; a view without elements could not be cast."""
+    return states.view(torch.uint8).numpy().data.cast("B") if states.numel() else memoryview(b"")

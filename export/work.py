@@ -210,8 +210,14 @@ def shard_names(count: int) -> Sequence[str]:
     return [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
 
 
-def differences(before: Any, now: Any, where: str = "") -> list[str]:
+def differences(before: Any, now: Any, where: str = "", form: str = "{} was {!r}, now {!r}") -> list[str]:
     """What differs between two trees of plain values, as text.
+
+    Args:
+        before: One tree.
+        now: The other.
+        where: Name of their root.
+        form: How to say it of a name and two values.
 
     >>> differences({"bits": 4, "model": {"size": 1}}, {"bits": 3, "model": {"size": 1}})
     ['bits was 4, now 3']
@@ -220,6 +226,6 @@ def differences(before: Any, now: Any, where: str = "") -> list[str]:
         return [
             text
             for key in dict.fromkeys([*before, *now])
-            for text in differences(before.get(key), now.get(key), f"{where}.{key}" if where else str(key))
+            for text in differences(before.get(key), now.get(key), f"{where}.{key}" if where else str(key), form)
         ]
-    return [] if before == now else [f"{where} was {before!r}, now {now!r}"]
+    return [] if before == now else [form.format(where, before, now)]

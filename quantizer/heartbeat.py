@@ -75,7 +75,7 @@ class Heartbeat:
                     f"{_ranks(missing)} of {self._size} did not join within {self._patience.joining:g} seconds; look "
                     "at the output of that process, and whether it can reach MASTER_ADDR"
                 )
-            self._wake.wait(self._patience.beat / 10)
+            self._wake.wait(self._patience.beat / 20)
 
     def stop(self) -> None:
         """End the threads: this rank neither beats nor listens any more. May be called again."""
@@ -121,7 +121,8 @@ class Heartbeat:
         try:
             while not self._stopped.is_set() and self._failure is None:
                 self._round()
-                self._wake.wait(self._patience.beat)
+                joined = all(self._beats.values())
+                self._wake.wait(self._patience.beat if joined else self._patience.beat / 20)
             if self._failure is not None and not self._store.check(["failure"]):
                 self._store.set("failure", self._failure)
         except RuntimeError:  # torch.distributed's errors are RuntimeErrors

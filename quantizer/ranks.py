@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..calibration.hessian import InputStatistics
-from ..errors import RankError
+from ..errors import AbandonedError, RankError
 from .heartbeat import Heartbeat, Patience
 
 T = TypeVar("T")
@@ -63,6 +63,7 @@ class Ranks:
         self.device = device
         self._heartbeat = heartbeat
         self._groups: dict[str, Any] = {}  # by type of device
+        self._known: Exception | None = None  # what `together` raised here
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> Ranks:
@@ -101,21 +102,31 @@ class Ranks:
             rank = dist.get_rank()
             heartbeat = Heartbeat(_own_store(rank), rank, size, patience)
             ranks = cls(rank, size, device, heartbeat)
+            problem: Exception | None = None
             try:
                 try:
                     heartbeat.start()
                     ranks._open_groups()
-                    yield ranks
+                    try:
+                        yield ranks
+                    except Exception as error:
+                        if error is not ranks._known:
+                            raise
+                        _ignore_sigterm()
+                        problem = error
                     ranks.barrier()  # until all are done, all are watched
                     heartbeat.stop()
                     ranks.barrier()  # nobody asks the store any more
                 except BaseException as error:
+                    _ignore_sigterm()  # the launcher ends all where one has ended, but this one has its own reason
                     heartbeat.announce(error)
                     raise
                 finally:
                     ranks._close_groups()
             finally:
                 heartbeat.stop()
+            if problem is not None:
+                raise problem
 
     def share(self, count: int, step: int = 1) -> range:
         """The part of 0 ... count - 1 that is this rank's: contiguous, balanced, perhaps empty.
@@ -149,19 +160,24 @@ class Ranks:
                 dist.all_gather_object(values, value, group=self._groups["cpu"])
         return values
 
-    def agree(self, what: str, value: object) -> None:
-        """Check that all ranks have the same value.
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Work without collectives inside that may fail on any rank: then it fails on all.
 
         Raises:
-            RankError: They do not.
+            AbandonedError: It failed on another rank; the first such rank raises the exception itself.
         """
-        values = self.gather(value)
-        others = [rank for rank, other in enumerate(values) if other != values[0]]
-        if others:
-            raise RankError(
-                f"the ranks do not agree on {what}: rank 0 has {values[0]}, rank {others[0]} has {values[others[0]]}; "
-                "start all with the same arguments, files and versions"
-            )
+        problem = None
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        reasons = self.gather(None if problem is None else f"{type(problem).__name__}: {problem}")
+        for rank, reason in enumerate(reasons):
+            if reason is not None:
+                first = problem if rank == self.rank else None
+                self._known = first or AbandonedError(f"rank {rank} of {self.size} failed ({reason})")
+                raise self._known
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Fill `tensor` on all ranks with what it holds on `source`; contiguous uint8 goes over every backend."""
@@ -211,6 +227,11 @@ def share_of(rank: int, size: int, count: int, step: int) -> range:
     return range(start, stop)
 
 
+def launched_rank() -> int:
+    """The rank that a launcher gave to this process; 0 without one."""
+    return int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else 0
+
+
 def _own_gpu(device: torch.device, index: int) -> torch.device:
     """The GPU of this rank, made the current one; other devices as they are."""
     if device.type != "cuda":
@@ -231,8 +252,14 @@ def _process_group(ours: bool, patience: Patience) -> Iterator[None]:
     if not ours:
         yield
         return
+    timeout = timedelta(seconds=patience.joining)
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=patience.joining))
+        distributed: Any = dist
+        launcher, rank, size = next(distributed.rendezvous("env://", timeout=timeout))
+        store = _own_keys(
+            "processes", launcher, rank
+        )  # a launcher's store outlives process groups: their keys are stale
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise RankError(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} got no contact with the others: {error}; start "
@@ -247,27 +274,39 @@ def _process_group(ours: bool, patience: Patience) -> Iterator[None]:
 def _own_store(rank: int) -> Any:
     """The job's key-value store, over a connection and with keys that nobody else uses."""
     c10d: Any = dist.distributed_c10d
-    store = c10d._get_default_store().clone()
-    session = store.add(f"gptqkit/joined/{rank}", 1)
-    return c10d.PrefixStore(f"gptqkit/{session}", store)
+    return _own_keys("heartbeat", c10d._get_default_store().clone(), rank)
+
+
+def _own_keys(purpose: str, store: Any, rank: int) -> Any:
+    """`store` with keys that no earlier call used; every rank calls it equally often."""
+    c10d: Any = dist.distributed_c10d
+    session = store.add(f"gptqkit/{purpose}/{rank}", 1)
+    return c10d.PrefixStore(f"gptqkit/{purpose}/{session}", store)
 
 
 @contextmanager
 def _sigterm_raises(ours: bool) -> Iterator[None]:
     """Inside, SIGTERM raises a RankError, unless the process is not `ours` or handles the signal in its own way."""
-
-    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        raise RankError(
-            "stopped by SIGTERM, with which launchers end all ranks when one has failed; resume the job, with any "
-            "number of ranks"
-        )
-
     main = threading.current_thread() is threading.main_thread()
     if not ours or not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, _stop)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    _ignore_sigterm()
+    raise RankError(
+        "stopped by SIGTERM, with which launchers end all ranks when one has failed; resume the job, with any number "
+        "of ranks"
+    )
+
+
+def _ignore_sigterm() -> None:
+    """Where SIGTERM would raise our error, it does nothing from now on."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is _stop:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -87,6 +87,8 @@ class Solving:
         hidden_float: HiddenStates | None = None,
     ) -> None:
         """Hand what was solved since the last call to the journal, where there is one, and forget the weights."""
+        if batches is not None:  # go on like the rank that has least memory, so that a resumed job does the same
+            batches.batch_size = min(self.ranks.gather(batches.batch_size))
         if self.journal is None:
             return
         step = Step(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .arguments import parser
-from .errors import ConfigError, GptqkitError
+from .errors import AbandonedError, ConfigError, GptqkitError
 from .terminal import ProgressDisplay, checkpoint_summary, key_values, quantization_summary
 
 
@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (GptqkitError, OSError) as error:
         if arguments.verbose:
             traceback.print_exc()
-        print(f"gptqkit: error: {' '.join(str(error).split())}", file=sys.stderr)
+        if not isinstance(error, AbandonedError):  # another process says why
+            print(f"gptqkit: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     return 0
 
@@ -56,7 +57,11 @@ def _quantize(arguments: argparse.Namespace) -> None:
     import gptqkit
 
     from .quantizer.config import ModuleOverride, QuantizeConfig
+    from .quantizer.ranks import launched_rank
 
+    speaks = launched_rank() == 0
+    if not speaks:
+        logging.getLogger("gptqkit").setLevel(logging.ERROR)
     overrides: dict[str, ModuleOverride] = {}
     for pattern, change in arguments.overrides:
         overrides.setdefault(pattern, ModuleOverride(**change))
@@ -100,8 +105,9 @@ def _quantize(arguments: argparse.Namespace) -> None:
             trust_remote_code=arguments.trust_remote_code,
             progress=progress,
         )
-    print(quantization_summary(result.report.to_dict()))
-    print(f"written to {arguments.out}")
+    if speaks:
+        print(quantization_summary(result.report.to_dict()))
+        print(f"written to {arguments.out}")
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

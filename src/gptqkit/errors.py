@@ -14,6 +14,7 @@ GptqkitError
 ├── ResumeError (ValueError)             an unfinished job that is another one, or in use
 ├── BackendError (RuntimeError)          a kernel backend that cannot serve a layer
 └── RankError (RuntimeError)             several processes of which one died, failed or does not fit the others
+    └── AbandonedError                   another process failed, and reports why
 """
 
 
@@ -71,3 +72,7 @@ class BackendError(GptqkitError, RuntimeError):
 
 class RankError(GptqkitError, RuntimeError):
     """Several processes of which one died, failed or does not fit the others."""
+
+
+class AbandonedError(RankError):
+    """Another process failed, so that this one stops too; that one reports why."""

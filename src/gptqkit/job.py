@@ -16,8 +16,10 @@ import transformers
 from torch import Tensor
 
 from .calibration.windows import TokenWindows
+from .errors import RankError
 from .export.reader import Checkpoint, open_checkpoint
-from .export.work import WorkDirectory, work_path
+from .export.shards import some
+from .export.work import WorkDirectory, differences, work_path
 from .export.writer import finish_checkpoint, write_part
 from .quantizer.config import QuantizeConfig
 from .quantizer.journal import Resumed, Step
@@ -48,7 +50,7 @@ class Job:
 
     Raises:
         OutputExistsError, ResumeError: See `WorkDirectory`.
-        RankError: The ranks were started for different jobs.
+        RankError: The ranks do not see one work directory.
     """
 
     def __init__(
@@ -63,22 +65,26 @@ class Job:
         resume: bool,
         overwrite: bool,
     ) -> None:
-        what = identity(source, config, windows, batch_size, ranks.device)
-        ranks.agree("the job", what)
         self.out = out
         self.folder = work_path(out)
         self._ranks = ranks
         self._samples = 0 if windows is None else len(windows.input_ids)
         self._work: WorkDirectory | None = None
-        if ranks.rank == 0:
-            environment = {"threads": torch.get_num_threads(), "ranks": ranks.size, **versions()}
-            self._work = WorkDirectory(out, what, resume=resume, overwrite=overwrite, environment=environment)
+        with ranks.together():
+            if ranks.rank == 0:
+                what = identity(source, config, windows, batch_size, ranks.device)
+                environment = {"threads": torch.get_num_threads(), "ranks": ranks.size, **versions()}
+                self._work = WorkDirectory(out, what, resume=resume, overwrite=overwrite, environment=environment)
         self._source = source
         self._config = config
         self._start = time.perf_counter()
         steps = self._steps()
         self._before: float = steps[-1]["seconds"] if steps else 0.0
-        ranks.barrier()  # the work directory is there
+        try:
+            self._check_shared()
+        except BaseException as error:
+            self.__exit__(None, error, None)
+            raise
 
     @property
     def work(self) -> WorkDirectory:
@@ -103,6 +109,22 @@ class Job:
             self._work.close()
         else:
             self._work.discard()
+
+    def _check_shared(self) -> None:
+        """Make sure that all ranks see one work directory."""
+        marks = [self.folder / f"rank-{rank}" for rank in range(self._ranks.size)]
+        advice = "give an output folder on a file system that all machines share"
+        with self._ranks.together():
+            try:
+                marks[self._ranks.rank].touch()
+            except FileNotFoundError as error:
+                raise RankError(f"rank {self._ranks.rank} does not see {self.folder} of rank 0; {advice}") from error
+        with self._ranks.together():
+            if self._ranks.rank == 0:
+                for rank, mark in enumerate(marks):
+                    if not mark.exists():
+                        raise RankError(f"{self.folder} of rank {rank} is not that of rank 0; {advice}")
+                    mark.unlink()
 
     @property
     def seconds(self) -> float:
@@ -167,7 +189,7 @@ class Job:
         write_part(self.work, name, weights, others, self._config, record)
         for stream in ("hidden", "float"):
             for file in self.folder.glob(f"{stream}-*.bin"):
-                if file.name != files[stream]:
+                if file.name < (files[stream] or "z"):  # other ranks may be writing those of the next block already
                     file.unlink()
 
     def _as_stored(self, step: Step) -> tuple[dict[str, QuantizedWeight], dict[str, Tensor]]:
@@ -277,6 +299,33 @@ def identity(
         "batch_size": batch_size,
         "device": device.type,
     }
+
+
+def check_agreement(
+    ranks: Ranks,
+    source: FloatModel,
+    config: QuantizeConfig,
+    windows: TokenWindows | None,
+    batch_size: int,
+    out: Path | str | None,
+) -> None:
+    """Check that all ranks were started for the same job.
+
+    Raises:
+        RankError: They were not; what differs is named.
+    """
+    if ranks.size == 1:
+        return
+    what = {**identity(source, config, windows, batch_size, ranks.device), "versions": versions()}
+    jobs = ranks.gather({**what, "checkpoint": out is not None})
+    with ranks.together():
+        for rank, job in enumerate(jobs):
+            different = differences(jobs[0], job, form=f"{{}} is {{!r}} on rank 0, {{!r}} on rank {rank}")
+            if different:
+                raise RankError(
+                    f"the ranks were started for different jobs: {some(different)}; start all with the same arguments, "
+                    "files and versions"
+                )
 
 
 def versions() -> dict[str, str]:

@@ -130,13 +130,13 @@ def is_quantized(path_or_id: Path | str) -> bool:
 
 
 def choose_device(device: torch.device | str) -> torch.device:
-    """The device meant by `device`; "auto" is the first NVIDIA GPU if there is one, else the CPU.
+    """The device meant by `device`; "auto" is torch's current NVIDIA GPU if there is one, else the CPU.
 
     Raises:
         ConfigError: No such device here.
     """
     if device == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(device)
     except RuntimeError as error:

@@ -22,7 +22,7 @@ from .evaluation.perplexity import cut_windows
 from .export.staging import check_target
 from .export.work import work_path
 from .export.writer import MAX_SHARD_BYTES, public_name
-from .job import Job, StoredWeights, versions
+from .job import Job, StoredWeights, check_agreement, versions
 from .loading import choose_device, load_tokenizer
 from .progress import ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
@@ -76,7 +76,8 @@ def quantize(
 
     A model in a folder or on the Hub is never in memory as a whole: the weights of each block are read when its turn
     comes. Finished blocks are kept in a work directory, `.NAME.gptqkit-work` beside `out`, from which an interrupted
-    job can be resumed.
+    job can be resumed. Under `torchrun`, processes that make the same call share the work; rank 0 writes and reports
+    progress, and all get the result.
 
     Args:
         model: Hub id or folder of a float model, or a loaded one (left as it was).
@@ -113,47 +114,53 @@ def quantize(
         raise ArchitectureError(f"model is a {type(model).__name__}; give a folder, an id, or a PreTrainedModel")
     if out is None and (resume or activations == "disk"):
         raise ConfigError("resume and activations on disk need a folder to work beside; give `out` as well")
-    if out is not None and not (resume and work_path(Path(out)).exists()):
-        check_target(Path(out), overwrite=overwrite)
     if calibration is None and config.method != "rtn":
         raise CalibrationError(f"method {config.method!r} needs calibration text; only 'rtn' works without")
     if evaluate_on is not None and out is None:
         raise CalibrationError("evaluate_on measures the written checkpoint; give `out` as well")
     start = time.perf_counter()
     source: FloatModel
-    if isinstance(model, PreTrainedModel):
-        name = public_name(model.name_or_path) if model.name_or_path else type(model).__name__
-        source = LoadedModel(model)
-    else:
-        name = public_name(model)
-        source = StoredModel(model, trust_remote_code=trust_remote_code)
-        tokenizer = load_tokenizer(source.path, trust_remote_code=trust_remote_code) if tokenizer is None else tokenizer
-    if evaluate_on is not None and is_encoder(source.model, source.path if isinstance(source, StoredModel) else None):
-        raise ConfigError(
-            f"evaluate_on measures perplexity, which {type(source.model).__name__}, an encoder, has not; leave it out, "
-            "and compare embeddings when it is done: gptqkit evaluate OUT --dataset TEXT --reference MODEL"
-        )
-    length = default_length(source.model) if sequence_length is None else sequence_length
-    check_length(source.model, length)
-    vocab_size = source.model.get_input_embeddings().weight.shape[0]
-    text = None
-    if evaluate_on is not None:  # read now, so that nothing is found wrong with it when the work is done
-        text = load_tokens(evaluate_on, tokenizer, vocab_size=vocab_size)
-        cut_windows(text, length)
-    windows = None
-    if calibration is not None:
-        windows = load_windows(
-            calibration,
-            tokenizer,
-            samples=samples,
-            sequence_length=length,
-            seed=seed,
-            column=column,
-            split=split,
-            concatenate=concatenate,
-            vocab_size=vocab_size,
-        )
     with Ranks.join(choose_device(device)) as ranks:
+        with ranks.together():
+            if out is not None and not (resume and work_path(Path(out)).exists()):
+                check_target(Path(out), overwrite=overwrite)
+            if isinstance(model, PreTrainedModel):
+                name = public_name(model.name_or_path) if model.name_or_path else type(model).__name__
+                source = LoadedModel(model)
+            else:
+                name = public_name(model)
+                source = StoredModel(model, trust_remote_code=trust_remote_code)
+                tokenizer = (
+                    load_tokenizer(source.path, trust_remote_code=trust_remote_code) if tokenizer is None else tokenizer
+                )
+            folder = source.path if isinstance(source, StoredModel) else None
+            if evaluate_on is not None and is_encoder(source.model, folder):
+                raise ConfigError(
+                    f"evaluate_on measures perplexity, which {type(source.model).__name__}, an encoder, has not; leave "
+                    "it out, and compare embeddings when it is done: "
+                    "gptqkit evaluate OUT --dataset TEXT --reference MODEL"
+                )
+            length = default_length(source.model) if sequence_length is None else sequence_length
+            check_length(source.model, length)
+            vocab_size = source.model.get_input_embeddings().weight.shape[0]
+            text = None
+            if evaluate_on is not None:  # read now, so that nothing is found wrong with it when the work is done
+                text = load_tokens(evaluate_on, tokenizer, vocab_size=vocab_size)
+                cut_windows(text, length)
+            windows = None
+            if calibration is not None:
+                windows = load_windows(
+                    calibration,
+                    tokenizer,
+                    samples=samples,
+                    sequence_length=length,
+                    seed=seed,
+                    column=column,
+                    split=split,
+                    concatenate=concatenate,
+                    vocab_size=vocab_size,
+                )
+        check_agreement(ranks, source, config, windows, batch_size, out)
         job = None
         if out is not None:
             job = Job(Path(out), source, config, windows, batch_size, ranks, resume=resume, overwrite=overwrite)

@@ -169,10 +169,11 @@ def test_ranks_that_do_not_come(jobs):
     assert "rank 1 of 2 did not join within 3 seconds" in jobs.absent_from_a_group[0].stderr
 
 
-def test_ranks_that_do_not_agree(jobs):
-    for rank in jobs.disagreeing:
-        assert rank.code == 1
-        assert "the ranks do not agree on the seed: rank 0 has 0, rank 1 has 1" in rank.stderr
+def test_work_that_fails_on_some_ranks_fails_on_all(jobs):
+    assert [rank.code for rank in jobs.abandoned] == [1, 1, 1]
+    assert jobs.abandoned[1].stderr == "gptqkit: error: no file on rank 1\n"
+    for rank in (0, 2):
+        assert "rank 1 of 3 failed (RankError: no file on rank 1)" in jobs.abandoned[rank].stderr
 
 
 def test_sigterm_is_an_error_like_others(jobs):
@@ -203,7 +204,6 @@ def test_one_process_needs_no_distributed_torch(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     with Ranks.join("cpu") as ranks:
         assert ranks.size == 1
-        ranks.agree("anything", 1)
         ranks.barrier()
 
 

@@ -157,7 +157,7 @@ def patient(_):
     with Ranks.join("cpu", patience=IMPATIENT) as ranks:
         if ranks.rank == 1:
             time.sleep(6)
-        ranks.agree("nothing", None)
+        ranks.barrier()
 
 
 def absent(_):
@@ -175,9 +175,14 @@ def absent_from_a_group(_):
         pass
 
 
-def disagreeing(_):
+def abandoned(_):
+    """The last two ranks fail in work that is done together."""
     with Ranks.join("cpu", patience=IMPATIENT) as ranks:
-        ranks.agree("the seed", min(ranks.rank, 1))
+        with ranks.together():
+            pass
+        with ranks.together():
+            if ranks.rank:
+                raise RankError(f"no file on rank {ranks.rank}")
 
 
 def terminated(_):
@@ -199,7 +204,7 @@ JOBS = {
     "patient": (patient, 2),
     "absent": (absent, 2),
     "absent_from_a_group": (absent_from_a_group, 2),
-    "disagreeing": (disagreeing, 3),
+    "abandoned": (abandoned, 3),
     "terminated": (terminated, 2),
 }
 
