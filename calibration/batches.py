@@ -58,15 +58,15 @@ class CalibrationBatches:
         Where `run` finds too little memory, the batch size is halved for good and the batch is run again.
 
         Raises:
-            torch.OutOfMemoryError: Too little memory for a single sample.
+            RuntimeError: Too little memory for a single sample; see `out_of_memory`.
         """
         start = self.samples.start
         while start < self.samples.stop:
             samples = range(start, min(start + self.batch_size, self.samples.stop))
             try:
                 result = run(samples)
-            except torch.OutOfMemoryError:
-                if len(samples) == 1:
+            except RuntimeError as error:
+                if len(samples) == 1 or not out_of_memory(error):
                     raise
                 self.batch_size = len(samples) // 2
                 _LOG.warning("out of memory with %d samples; going on with %d", len(samples), self.batch_size)
@@ -176,3 +176,8 @@ class CalibrationBatches:
 
 def _where(layer: int | None) -> str:
     return "the output layer" if layer is None else f"block {layer}"
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether torch found too little memory, on a GPU or for a CPU, where it has no error of its own for that."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -155,14 +155,17 @@ def test_something_else_is_not_resumed_and_what_differs_is_named(stored, tmp_pat
     run(stored("mistral"), tmp_path / "out", settings(), resume=True)
 
 
-def test_out_of_memory_halves_the_batch_for_good(monkeypatch):
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_out_of_memory_halves_the_batch_for_good(error, monkeypatch):
     receive = gptqkit.quantizer.stream.BlockStream.receive
     sizes = []
 
     def small(self, layer, batch, *arguments):
         sizes.append(len(batch["input_ids"]))
         if sizes[-1] > 2:
-            raise torch.OutOfMemoryError("too little")
+            raise error
         return receive(self, layer, batch, *arguments)
 
     with monkeypatch.context() as patch:
@@ -220,6 +223,27 @@ def command(model, out):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
     arguments = [sys.executable, "-c", script, str(Path(__file__).parent), str(model), str(out)]
     return subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def test_a_disk_that_runs_full_loses_nothing(stored, tmp_path):
+    """Files beyond a size cannot be written, which hits the joining of all parts into one file."""
+    resource = pytest.importorskip("resource")
+    run(stored("mistral"), tmp_path / "whole", settings())
+    expected = contents(tmp_path / "whole")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(expected["model.safetensors"]) - 1, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            run(stored("mistral"), tmp_path / "out", settings())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not (tmp_path / "out").exists()
+    worked = []
+    run(stored("mistral"), tmp_path / "out", settings(), resume=True, progress=worked.append)
+    assert not worked  # every block had been kept
+    assert contents(tmp_path / "out") == expected
 
 
 def wait_until_at_work(process, out):

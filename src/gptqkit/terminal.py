@@ -146,6 +146,11 @@ def quantization_summary(report: Mapping[str, Any]) -> str:
         summary["damping raised"] = _names(m for m in modules if m.get("damp_escalations"))
     if any(m.get("dead_columns") for m in modules):
         summary["dead input columns"] = sum(m.get("dead_columns") or 0 for m in modules)
+    if any(m.get("prior_tokens") for m in modules):
+        few = sorted((m for m in modules if m.get("prior_tokens")), key=lambda module: int(module["tokens"]))
+        summary["experts with few tokens"] = (
+            f"{_names(few)}; filled up from their layers', the fewest {few[0]['tokens']} of their own"
+        )
     quantized, weights = report.get("quantized_weights"), report.get("block_weights")
     if quantized and weights and quantized < weights:
         summary["left in floating point"] = f"{100 - 100 * quantized / weights:.1f} % of the weights in the blocks"
