@@ -74,6 +74,7 @@ class CalibrationBatches:
                     torch.cuda.empty_cache()
                 continue
             use(samples, result)
+            del result  # not beside that of the next batch
             start = samples.stop
 
     @property

@@ -60,6 +60,7 @@ def factorize(hessian: Tensor, permutation: Tensor, damp: float, dtype: torch.dt
         damped.diagonal().add_(share * mean)
         with full_float32():
             lower, info = torch.linalg.cholesky_ex(damped)
+        del damped
         if int(info) == 0:
             dead = int((diagonal == 0).sum())
             return HessianFactor(lower.flip(0, 1).contiguous(), share, escalations, dead)
