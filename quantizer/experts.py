@@ -132,11 +132,11 @@ class Watch(TorchFunctionMode):
         self.routings: dict[str, Routing] = {}
         self._record = record
         self._impose = impose or {}
-        self._slices = {target.weight.data_ptr(): target for target in experts}
+        self._slices = {place_of(target.weight): target for target in experts}
         self._modules = {owner_name(target): target.module for target in experts}
         # Also of experts that are not looked at: the first product of each tells the order of its tokens.
         self._places = {
-            parameter[expert].data_ptr(): (name, expert)
+            place_of(parameter[expert]): (name, expert)
             for name, module in self._modules.items()
             for parameter in stacked_parameters(module).values()
             for expert in range(len(parameter))
@@ -160,7 +160,7 @@ class Watch(TorchFunctionMode):
         places = _PRODUCTS.get(func)
         if places is not None and len(args) > max(places):
             received, weight = args[places[0]], args[places[1]]
-            place = weight.data_ptr() if isinstance(weight, Tensor) and weight.ndim == 2 else None
+            place = place_of(weight) if isinstance(weight, Tensor) and weight.ndim == 2 else None
             if place in self._places:
                 self._firsts.setdefault(self._places[place], received)
             if place in self._slices:
@@ -195,6 +195,11 @@ class Watch(TorchFunctionMode):
         if arguments:
             return (hidden, *wanted.arguments), wanted.named
         return (), {"hidden_states": hidden, **wanted.named}
+
+
+def place_of(tensor: Tensor) -> tuple[int, int]:
+    """Where in memory `tensor` begins: its storage and the offset there; an address would be 0 on the meta device."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def owner_name(target: Target) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArchitectureError
-from .experts import Received, Routing, Watch, eager_experts, stacked_parameters
+from .experts import Received, Routing, Watch, eager_experts, place_of, stacked_parameters
 from .groups import Group, group_stages
 from .modules import Target
 
@@ -141,9 +141,9 @@ class BlockStream:
                 return
             if received.shape[:-1].numel() != hidden.shape[:-1].numel():
                 routed.add(target.name)
-            # `order` keeps the tensors alive, so an equal address and version mean the same numbers.
+            # `order` keeps the tensors alive, so an equal place and version mean the same numbers.
             for earlier, version, names in order:
-                same_place = earlier.data_ptr() == received.data_ptr() and earlier.shape == received.shape
+                same_place = place_of(earlier) == place_of(received) and earlier.shape == received.shape
                 if same_place and version == received._version:
                     names.append(target.name)
                     return
