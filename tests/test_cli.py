@@ -13,7 +13,8 @@ import pytest
 
 import gptqkit
 from gptqkit import arguments, cli
-from gptqkit.errors import BackendError, CheckpointError
+from gptqkit.calibration import activations
+from gptqkit.errors import BackendError, CheckpointError, DoesNotFitError
 from gptqkit.kernels import backend
 from gptqkit.quantizer import config
 from gptqkit.version import __version__
@@ -61,6 +62,7 @@ def replace(monkeypatch: pytest.MonkeyPatch, name: str, recorder: Recorder) -> R
 
 def test_choices_and_defaults_are_those_of_the_library() -> None:
     assert (arguments.BITS, arguments.METHODS, arguments.FORMATS) == (config.BITS, config.METHODS, config.FORMATS)
+    assert ("auto", *activations.PLACES) == arguments.PLACES
     assert set(arguments.BACKENDS) == {"auto", *backend.BACKENDS}
     typed = vars(arguments.parser().parse_args(["quantize", "model", "out"]))
     names = set(config.QuantizeConfig().to_dict()) - {"overrides"}
@@ -74,6 +76,7 @@ def test_quantize_passes_every_option_on(monkeypatch: pytest.MonkeyPatch, capsys
         "--samples 3 --sequence-length 16 --seed 7 --no-act-group-aware --static-groups --device cpu --damp 0.05 "
         "--no-mse --alpha 0.5 --no-true-sequential --block-size 32 --float64 --skip-nonfinite --lm-head --batch-size 2 "
         "--column c --split s --no-concatenate --evaluate-on b.txt --overwrite --resume --activations disk "
+        "--activation-memory 3KiB "
         "--trust-remote-code"
     )
     assert cli.main(command.split()) == 0
@@ -112,6 +115,7 @@ def test_quantize_passes_every_option_on(monkeypatch: pytest.MonkeyPatch, capsys
         "overwrite": True,
         "resume": True,
         "activations": "disk",
+        "activation_memory": 3072,
         "trust_remote_code": True,
     }
     captured = capsys.readouterr()
@@ -181,6 +185,8 @@ def test_overrides_and_skips_keep_their_order(monkeypatch: pytest.MonkeyPatch) -
         "quantize model out --act-group-aware --no-act-group-aware",
         "quantize model out --samples 0",
         "quantize model out --samples -3",
+        "quantize model out --activation-memory 8GB",
+        "plan model --activations nowhere",
         "quantize model out --override down_proj",
         "quantize model out --override bits=4",
         "quantize model out --override down_proj:",
@@ -237,6 +243,65 @@ def test_interruption_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     replace(monkeypatch, "convert", Recorder(failure=KeyboardInterrupt()))
     assert cli.main(["convert", "in", "out", "--format", "gptq"]) == 130
     assert capsys.readouterr().err == "gptqkit: interrupted\n"
+
+
+class Planned(Recorder):
+    """Stands for a plan as well: refuses where it has a refusal."""
+
+    def __init__(self, values: dict[str, Any], refusal: Exception | None = None) -> None:
+        super().__init__(values)
+        self.refusal = refusal
+
+    def check(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
+
+PLAN = {
+    "blocks": 4,
+    "source_bytes": 3 << 20,
+    "output_bytes": 1 << 20,
+    "seconds": 90.0,
+    "needs": {"RAM": {"parts": {"one block": 1 << 20}, "total": 1 << 20, "available": None}},
+}
+
+
+def test_plan_takes_the_options_of_quantize(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = replace(monkeypatch, "plan", Planned(PLAN))
+    command = "plan org/model --out out --bits 3 --method gptaq --calibration a.txt --samples 3 --sequence-length 16 "
+    command += "--batch-size 2 --activations disk --activation-memory 1GiB --device cpu --trust-remote-code --untimed"
+    assert cli.main(command.split()) == 0
+    assert plan.args == ("org/model",)
+    assert plan.options == {
+        "out": Path("out"),
+        "config": config.QuantizeConfig(bits=3, method="gptaq"),
+        "samples": 3,
+        "sequence_length": 16,
+        "batch_size": 2,
+        "activations": "disk",
+        "activation_memory": 1 << 30,
+        "device": "cpu",
+        "timed": False,
+        "trust_remote_code": True,
+    }
+    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "model 3.00 MiB" in printed
+    assert "estimated time 1 min 30 s, from one timed block" in printed
+    assert "RAM 1.00 MiB" in printed
+    assert "there is not known" in printed
+
+
+def test_a_plan_that_does_not_fit_is_shown_and_then_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = replace(monkeypatch, "plan", Planned(PLAN, DoesNotFitError("too large")))
+    assert cli.main(["plan", "org/model", "--json"]) == 1
+    assert plan.options["out"] is None
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == PLAN
+    assert captured.err == "gptqkit: error: too large\n"
 
 
 def test_evaluate_prints_a_table_and_writes_json(

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -68,6 +69,33 @@ def test_evaluate_measures_what_the_report_says(
     assert 0 < scores["kl_divergence"] < 0.1
     assert f"{scores['perplexity']:.5g}" in captured.out
     assert "cpu: dequantizes each layer once" in captured.err
+
+
+def test_plan_says_what_is_needed_and_how_long_it_takes(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", *options[1:], "--out", str(tmp_path / "out"), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] is True
+    assert (plan["blocks"], plan["samples"], plan["sequence_length"]) == (6, 2, 64)
+    assert set(plan["needs"]) == {"RAM", "disk"}
+    assert all(sum(need["parts"].values()) == need["total"] for need in plan["needs"].values())
+    assert 0 < plan["seconds"] < 3600
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_that_cannot_fit_names_what_makes_it_fit(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More hidden states than any disk holds."""
+    command = ["plan", *options[1:], "--out", str(tmp_path / "out"), "--untimed", "--samples"]
+    assert cli.main([*command, str(10**12)]) == 1
+    captured = capsys.readouterr()
+    assert "hidden states" in captured.out
+    assert "the run does not fit" in captured.err
+    remedy = re.search(r"makes it fit: .*?samples=(\d+)", captured.err)
+    assert remedy is not None
+    assert cli.main([*command, remedy[1]]) == 0
 
 
 def test_convert_there_and_back_is_the_same(checkpoint: Path, tmp_path: Path) -> None:

@@ -163,9 +163,10 @@ def test_out_of_memory_halves_the_batch_for_good(error, monkeypatch):
     sizes = []
 
     def small(self, layer, batch, *arguments):
-        sizes.append(len(batch["input_ids"]))
-        if sizes[-1] > 2:
-            raise error
+        if not batch["input_ids"].is_meta:  # what the plan traces takes no memory
+            sizes.append(len(batch["input_ids"]))
+            if sizes[-1] > 2:
+                raise error
         return receive(self, layer, batch, *arguments)
 
     with monkeypatch.context() as patch:

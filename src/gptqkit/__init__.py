@@ -17,6 +17,7 @@ from .errors import (
     ConfigError,
     ConversionError,
     DatasetUnavailableError,
+    DoesNotFitError,
     GptqkitError,
     NonFiniteError,
     OutputExistsError,
@@ -27,12 +28,14 @@ from .progress import Progress
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .budget import Plan
     from .evaluating import evaluate
     from .evaluation.embeddings import EmbeddingScores
     from .evaluation.scores import Scores
     from .export.convert import convert
     from .export.inspect import CheckpointSummary, inspect
     from .loading import load
+    from .planning import plan
     from .quantizer.config import ModuleOverride, QuantizeConfig
     from .quantizer.quantized import QuantizedWeight
     from .quantizer.report import ModuleReport, QuantizationReport
@@ -43,6 +46,7 @@ _HOMES = {
     "EmbeddingScores": "evaluation.embeddings",
     "ModuleOverride": "quantizer.config",
     "ModuleReport": "quantizer.report",
+    "Plan": "budget",
     "QuantizationReport": "quantizer.report",
     "QuantizeConfig": "quantizer.config",
     "QuantizeResult": "quantizing",
@@ -52,6 +56,7 @@ _HOMES = {
     "evaluate": "evaluating",
     "inspect": "export.inspect",
     "load": "loading",
+    "plan": "planning",
     "quantize": "quantizing",
 }
 
@@ -64,12 +69,14 @@ __all__ = [
     "ConfigError",
     "ConversionError",
     "DatasetUnavailableError",
+    "DoesNotFitError",
     "EmbeddingScores",
     "GptqkitError",
     "ModuleOverride",
     "ModuleReport",
     "NonFiniteError",
     "OutputExistsError",
+    "Plan",
     "Progress",
     "QuantizationReport",
     "QuantizeConfig",
@@ -83,6 +90,7 @@ __all__ = [
     "evaluate",
     "inspect",
     "load",
+    "plan",
     "quantize",
 ]
 

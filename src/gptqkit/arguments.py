@@ -16,6 +16,7 @@ from .version import __version__
 BITS = (2, 3, 4, 8)
 METHODS = ("rtn", "gptq", "gptaq")
 FORMATS = ("gptq", "gptq_v2")
+PLACES = ("auto", "device", "memory", "disk")
 BACKENDS = ("auto", "torch", "cpu", "cpu-int4", "cuda")
 
 EXIT_CODES = """\
@@ -45,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="version", version=f"gptqkit {__version__}")
     commands = root.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    for add in (_add_quantize, _add_evaluate, _add_inspect, _add_convert):
+    for add in (_add_quantize, _add_plan, _add_evaluate, _add_inspect, _add_convert):
         add(commands)
     return root
 
@@ -67,6 +68,23 @@ def _add_quantize(commands: Any) -> None:
     command = _add_command(commands, "quantize", "quantize a model and write it as a checkpoint")
     command.add_argument("model", metavar="MODEL", help="folder of a transformers model, or its id on the Hub")
     command.add_argument("out", metavar="OUT", type=Path, help="folder to write; it must not exist yet")
+    _add_settings(command)
+
+
+def _add_plan(commands: Any) -> None:
+    description = "say what quantizing would need, and whether it fits, before any of it is done"
+    command = _add_command(commands, "plan", description)
+    command.add_argument("model", metavar="MODEL", help="folder of a transformers model, or its id on the Hub")
+    command.add_argument(
+        "--out", metavar="OUT", type=Path, help="folder that would be written (default: one in the current folder)"
+    )
+    _add_settings(command)
+    plan = command.add_argument_group("the plan, beside all options of quantize")
+    plan.add_argument("--untimed", action="store_true", help="do not run and solve a block to estimate the time")
+    plan.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
     command.add_argument("--overwrite", action="store_true", help="replace OUT where it holds a quantized checkpoint")
     command.add_argument("--resume", action="store_true", help="go on with an unfinished job for OUT, if there is one")
 
@@ -199,13 +217,22 @@ def _add_quantize(commands: Any) -> None:
         help="measure the written checkpoint's perplexity on this text; not for encoders",
     )
     run.add_argument(
-        "--batch-size", type=_positive, default=8, metavar="WINDOWS", help=_with_default("windows per forward pass")
+        "--batch-size",
+        type=_positive,
+        metavar="WINDOWS",
+        help="windows per forward pass (default: as many as fit, 8 at most)",
     )
     run.add_argument(
         "--activations",
-        choices=("device", "memory", "disk"),
-        default="memory",
-        help=_with_default("where hidden states are kept between blocks"),
+        choices=PLACES,
+        default="auto",
+        help=_with_default("where hidden states are kept between blocks; auto: the fastest place where they fit"),
+    )
+    run.add_argument(
+        "--activation-memory",
+        type=_bytes,
+        metavar="SIZE",
+        help="RAM that auto may give to hidden states, such as 8GiB (default: half of what is free)",
     )
     _add_device(run)
 
@@ -315,6 +342,18 @@ def _pattern(text: str) -> str:
     except re.error as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
     return text
+
+
+def _bytes(text: str) -> int:
+    """The bytes in `8GiB`, `500MiB` or a plain number.
+
+    >>> _bytes("8GiB"), _bytes("500 MiB"), _bytes("4096")
+    (8589934592, 524288000, 4096)
+    """
+    match = re.fullmatch(r"(\d+) ?(|KiB|MiB|GiB|TiB)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one such as 8GiB or 500MiB")
+    return int(match[1]) << (10 * ("", "KiB", "MiB", "GiB", "TiB").index(match[2]))
 
 
 def _positive(text: str) -> int:

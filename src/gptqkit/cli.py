@@ -1,4 +1,4 @@
-"""The `gptqkit` command: quantize, evaluate, inspect and convert from the shell.
+"""The `gptqkit` command: quantize, plan, evaluate, inspect and convert from the shell.
 
 Everything heavy is imported inside the subcommands, so that help and usage errors answer at once.
 """
@@ -15,11 +15,14 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .arguments import parser
 from .errors import AbandonedError, ConfigError, GptqkitError
-from .terminal import ProgressDisplay, checkpoint_summary, key_values, quantization_summary
+from .terminal import ProgressDisplay, checkpoint_summary, key_values, plan_summary, quantization_summary
+
+if TYPE_CHECKING:
+    from .quantizer.config import QuantizeConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: 2 for arguments that make no sense, 0 after --help and --version.
     """
     arguments = parser().parse_args(argv)
-    commands = {"quantize": _quantize, "evaluate": _evaluate, "inspect": _inspect, "convert": _convert}
+    commands = {
+        "quantize": _quantize,
+        "plan": _plan,
+        "evaluate": _evaluate,
+        "inspect": _inspect,
+        "convert": _convert,
+    }
     _log_to_stderr(arguments.verbose)
     try:
         commands[arguments.command](arguments)
@@ -56,40 +65,17 @@ def _quantize(arguments: argparse.Namespace) -> None:
     _quieten_libraries(arguments.verbose)
     import gptqkit
 
-    from .quantizer.config import ModuleOverride, QuantizeConfig
     from .quantizer.ranks import launched_rank
 
     speaks = launched_rank() == 0
     if not speaks:
         logging.getLogger("gptqkit").setLevel(logging.ERROR)
-    overrides: dict[str, ModuleOverride] = {}
-    for pattern, change in arguments.overrides:
-        overrides.setdefault(pattern, ModuleOverride(**change))
-    config = QuantizeConfig(
-        bits=arguments.bits,
-        group_size=arguments.group_size,
-        sym=arguments.sym,
-        method=arguments.method,
-        desc_act=arguments.desc_act,
-        static_groups=arguments.static_groups,
-        act_group_aware=arguments.act_group_aware,
-        damp=arguments.damp,
-        mse=arguments.mse,
-        alpha=arguments.alpha,
-        true_sequential=arguments.true_sequential,
-        block_size=arguments.block_size,
-        float64=arguments.float64,
-        skip_nonfinite=arguments.skip_nonfinite,
-        lm_head=arguments.lm_head,
-        overrides=overrides,
-        format=arguments.format,
-    )
     with closing(ProgressDisplay()) as progress:
         result = gptqkit.quantize(
             arguments.model,
             calibration=_calibration(arguments.calibration),
             out=arguments.out,
-            config=config,
+            config=_config(arguments),
             samples=arguments.samples,
             sequence_length=arguments.sequence_length,
             seed=arguments.seed,
@@ -102,12 +88,36 @@ def _quantize(arguments: argparse.Namespace) -> None:
             overwrite=arguments.overwrite,
             resume=arguments.resume,
             activations=arguments.activations,
+            activation_memory=arguments.activation_memory,
             trust_remote_code=arguments.trust_remote_code,
             progress=progress,
         )
     if speaks:
         print(quantization_summary(result.report.to_dict()))
         print(f"written to {arguments.out}")
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    _quieten_libraries(arguments.verbose)
+    import gptqkit
+
+    plan = gptqkit.plan(
+        arguments.model,
+        out=arguments.out,
+        config=_config(arguments),
+        samples=arguments.samples,
+        sequence_length=arguments.sequence_length,
+        batch_size=arguments.batch_size,
+        activations=arguments.activations,
+        activation_memory=arguments.activation_memory,
+        device=arguments.device,
+        timed=not arguments.untimed,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    values = plan.to_dict()
+    print(json.dumps(values, indent=2) if arguments.json else plan_summary(values))
+    sys.stdout.flush()
+    plan.check()
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
@@ -152,6 +162,33 @@ def _convert(arguments: argparse.Namespace) -> None:
 
     gptqkit.convert(arguments.source, arguments.target, format=arguments.format, overwrite=arguments.overwrite)
     print(f"written to {arguments.target}")
+
+
+def _config(arguments: argparse.Namespace) -> QuantizeConfig:
+    from .quantizer.config import ModuleOverride, QuantizeConfig
+
+    overrides: dict[str, ModuleOverride] = {}
+    for pattern, change in arguments.overrides:
+        overrides.setdefault(pattern, ModuleOverride(**change))
+    return QuantizeConfig(
+        bits=arguments.bits,
+        group_size=arguments.group_size,
+        sym=arguments.sym,
+        method=arguments.method,
+        desc_act=arguments.desc_act,
+        static_groups=arguments.static_groups,
+        act_group_aware=arguments.act_group_aware,
+        damp=arguments.damp,
+        mse=arguments.mse,
+        alpha=arguments.alpha,
+        true_sequential=arguments.true_sequential,
+        block_size=arguments.block_size,
+        float64=arguments.float64,
+        skip_nonfinite=arguments.skip_nonfinite,
+        lm_head=arguments.lm_head,
+        overrides=overrides,
+        format=arguments.format,
+    )
 
 
 def _calibration(values: Sequence[str] | None) -> str | list[Path] | None:

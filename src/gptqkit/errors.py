@@ -12,6 +12,7 @@ GptqkitError
 ├── ConversionError (ValueError)         a checkpoint that the target format cannot hold
 ├── OutputExistsError (FileExistsError)  the target of a write is there already
 ├── ResumeError (ValueError)             an unfinished job that is another one, or in use
+├── DoesNotFitError (MemoryError)        a run that needs more memory or disk than there is
 ├── BackendError (RuntimeError)          a kernel backend that cannot serve a layer
 └── RankError (RuntimeError)             several processes of which one died, failed or does not fit the others
     └── AbandonedError                   another process failed, and reports why
@@ -64,6 +65,10 @@ class OutputExistsError(GptqkitError, FileExistsError):
 
 class ResumeError(GptqkitError, ValueError):
     """An unfinished job that is another one than was asked to go on, or that another process works on."""
+
+
+class DoesNotFitError(GptqkitError, MemoryError):
+    """A run that needs more memory or disk than there is."""
 
 
 class BackendError(GptqkitError, RuntimeError):

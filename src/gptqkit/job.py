@@ -43,7 +43,7 @@ class Job:
         source: The float model.
         config: The settings.
         windows: The calibration tokens.
-        batch_size: Samples per forward pass, as asked for.
+        batch_size: Samples per forward pass, as asked for; None for as many as fit.
         ranks: The processes of the job.
         resume: Go on where there is an unfinished job.
         overwrite: Replace a quantized model at `out`.
@@ -59,7 +59,7 @@ class Job:
         source: FloatModel,
         config: QuantizeConfig,
         windows: TokenWindows | None,
-        batch_size: int,
+        batch_size: int | None,
         ranks: Ranks,
         *,
         resume: bool,
@@ -282,7 +282,11 @@ class StoredWeights(Mapping[str, QuantizedWeight]):
 
 
 def identity(
-    source: FloatModel, config: QuantizeConfig, windows: TokenWindows | None, batch_size: int, device: torch.device
+    source: FloatModel,
+    config: QuantizeConfig,
+    windows: TokenWindows | None,
+    batch_size: int | None,
+    device: torch.device,
 ) -> dict[str, Any]:
     """All that decides the result of a job, as plain values for JSON: only the same may go on."""
     calibration: dict[str, Any] = {}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -24,6 +24,7 @@ from .export.work import work_path
 from .export.writer import MAX_SHARD_BYTES, public_name
 from .job import Job, StoredWeights, check_agreement, versions
 from .loading import choose_device, load_tokenizer
+from .planning import plan_run
 from .progress import ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
 from .quantizer.quantized import QuantizedWeight
@@ -31,6 +32,7 @@ from .quantizer.ranks import Ranks
 from .quantizer.report import QuantizationReport
 from .quantizer.solving import WalkResult
 from .quantizer.walk import quantize_blocks
+from .sizes import Workload
 from .source import FloatModel, LoadedModel, StoredModel
 
 
@@ -59,7 +61,7 @@ def quantize(
     samples: int = 128,
     sequence_length: int | None = None,
     seed: int = 0,
-    batch_size: int = 8,
+    batch_size: int | None = None,
     device: str | torch.device = "auto",
     column: str | None = None,
     split: str | None = None,
@@ -67,7 +69,8 @@ def quantize(
     evaluate_on: str | Path | None = None,
     overwrite: bool = False,
     resume: bool = False,
-    activations: Place = "memory",
+    activations: Literal["auto"] | Place = "auto",
+    activation_memory: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     trust_remote_code: bool = False,
     progress: ProgressCallback = silent,
@@ -88,7 +91,8 @@ def quantize(
         samples: Calibration windows.
         sequence_length: Tokens per window; None for 2048 or the model's maximum, whichever is less.
         seed: Chooses the windows.
-        batch_size: Windows per forward pass. Another size sums in another order, so codes may differ as with threads.
+        batch_size: Windows per forward pass; None for as many as fit, 8 at most. Another size sums in another order, so
+            codes may differ as with threads.
         device: "auto" takes a GPU where there is one.
         column: Column of the data set to read.
         split: Split of the data set to read.
@@ -98,7 +102,9 @@ def quantize(
         overwrite: Replace `out` where it is a quantized model already.
         resume: Go on with the unfinished job for `out` where there is one. The result is the same to the bit as without
             the interruption, in the same environment.
-        activations: Where hidden states are kept between blocks: "device", "memory" (RAM) or "disk".
+        activations: Where hidden states are kept between blocks: "device", "memory" (RAM) or "disk"; "auto" for the
+            first of these where they fit.
+        activation_memory: Bytes of RAM that "auto" may give to hidden states; None for half of what is free.
         max_shard_bytes: Size of the checkpoint's files, at most.
         trust_remote_code: Let transformers run code that comes with the float model.
         progress: Called once per module, and while evaluating.
@@ -107,6 +113,7 @@ def quantize(
         The report, the weights in memory, and the path.
 
     Raises:
+        DoesNotFitError: There is too little memory or disk; the message names what would help.
         GptqkitError: Settings, text, model or files that do not fit; see `errors`.
     """
     config = config or QuantizeConfig()
@@ -165,7 +172,18 @@ def quantize(
         if out is not None:
             job = Job(Path(out), source, config, windows, batch_size, ranks, resume=resume, overwrite=overwrite)
         with job or nullcontext():
-            walked = _walk(source, windows, config, ranks, batch_size, job, activations, progress)
+            asked = Workload(
+                config=config,
+                length=length if windows is None else windows.input_ids.shape[1],
+                device=ranks.device,
+                samples=0 if windows is None else len(windows.input_ids),
+                batch_size=batch_size,
+                activations=activations,
+                activation_memory=activation_memory,
+                calibrated=windows is not None,
+                writes=job is not None,
+            )
+            walked = _walk(source, windows, config, ranks, _planned(source, asked, ranks, job), job, progress)
             report = QuantizationReport(
                 model=name,
                 config=config,
@@ -199,14 +217,24 @@ def quantize(
     return QuantizeResult(report, StoredWeights(job.out), job.out)
 
 
+def _planned(source: FloatModel, asked: Workload, ranks: Ranks, job: Job | None) -> Workload:
+    """`asked` with its open choices made: those of a job that goes on stay, as far as they show in the result."""
+    taken = 0
+    if job is not None:
+        resumed = job.resumed()
+        if resumed is not None and asked.calibrated:
+            asked = dataclasses.replace(asked, batch_size=resumed.batch_size, begun=True)
+        taken = sum(file.stat().st_size for file in job.folder.glob("*") if file.is_file())
+    return plan_run(source.model, asked, ranks, None if job is None else job.out, already=taken).workload
+
+
 def _walk(
     source: FloatModel,
     windows: TokenWindows | None,
     config: QuantizeConfig,
     ranks: Ranks,
-    batch_size: int,
-    journal: Job | None,
-    activations: Place,
+    workload: Workload,
+    job: Job | None,
     progress: ProgressCallback,
 ) -> WalkResult:
     training = source.model.training
@@ -217,10 +245,11 @@ def _walk(
             windows,
             config,
             device=ranks.device,
-            batch_size=batch_size,
+            batch_size=workload.batch_size or 1,
             weights=source.weights,
-            journal=journal,
-            activations=activations,
+            journal=job,
+            activations=workload.place,
+            statistics_bytes=workload.statistics_bytes,
             ranks=ranks,
             progress=progress,
         )

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from .progress import Progress
+from .units import size_text, time_text
 
 
 class ProgressDisplay:
@@ -180,6 +181,40 @@ def checkpoint_summary(summary: Mapping[str, Any]) -> str:
         for reader in summary["readers"]
     }
     return key_values(shown)
+
+
+def plan_summary(plan: Mapping[str, Any]) -> str:
+    """What a plan (`Plan.to_dict()`) says: what is to be done, then what it needs of everything, part by part.
+
+    >>> need = {"parts": {"one block": 2048, "allowance": 100}, "total": 2148, "available": 4096}
+    >>> print(plan_summary({"blocks": 2, "device": "cpu", "seconds": None, "needs": {"RAM": need}}))
+    blocks   2
+    device   cpu
+    <BLANKLINE>
+    RAM           2.10 KiB
+      one block   2.00 KiB
+      allowance      100 B
+      there is    4.00 KiB
+    """
+    told_elsewhere = ("fits", "needs", "remedies", "untraced", "seconds")
+    shown = {key: value for key, value in plan.items() if key not in told_elsewhere}
+    for key in ("source_bytes", "output_bytes"):
+        if key in shown:
+            shown[{"source_bytes": "model", "output_bytes": "checkpoint"}[key]] = size_text(shown.pop(key))
+    if plan["seconds"] is not None:
+        shown["estimated time"] = f"{time_text(plan['seconds'])}, from one timed block"
+    if plan.get("untraced"):
+        shown["coarse estimate"] = "forward passes of " + ", ".join(plan["untraced"])
+    rows = []
+    for name, need in plan["needs"].items():
+        rows.append((name, need["total"]))
+        rows += [(f"  {part}", size) for part, size in need["parts"].items()]
+        rows.append(("  there is", need["available"]))
+    width = max(len(name) for name, _ in rows)
+    texts = ["not known" if size is None else size_text(size) for _, size in rows]
+    column = max(len(text) for text in texts)
+    lines = [f"{name:{width}}   {text:>{column}}" for (name, _), text in zip(rows, texts, strict=True)]
+    return "\n".join([key_values(shown), "", *lines])
 
 
 def _lines(values: Mapping[str, Any], depth: int) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,123 @@
+"""How much memory and disk there is for this process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a run can use, in bytes; None where this cannot be found out.
+
+    Attributes:
+        memory: RAM that this process can have, what it has already included; swap does not count.
+        program: RAM that it has already: Python, torch and transformers.
+        gpu: Memory of the GPU that is free, or held by torch without use; None without a GPU.
+        disk: Free where the checkpoint is to be written.
+    """
+
+    memory: int | None
+    program: int
+    gpu: int | None
+    disk: int | None
+
+
+def look(device: torch.device, folder: Path, *, processes: int = 1) -> Machine:
+    """What there is now.
+
+    Args:
+        device: The GPU to look at; for a CPU, the first GPU where there is one.
+        folder: Where files are to be written; it need not exist yet.
+        processes: How many on this machine share its RAM.
+    """
+    program = _program()
+    limits = [
+        limit
+        for limit in (_available(), _cgroup_room(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")))
+        if limit is not None
+    ]
+    gpu = None
+    if torch.cuda.is_available():
+        place = device if device.type == "cuda" else torch.device("cuda", 0)
+        free, _ = torch.cuda.mem_get_info(place)
+        gpu = free + torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return Machine(
+        memory=min(limits) // processes + program if limits else None,
+        program=program,
+        gpu=gpu,
+        disk=shutil.disk_usage(existing).free,
+    )
+
+
+def _available() -> int | None:
+    """What Linux says can be had without swapping; elsewhere what is free, where the system tells."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+
+
+def _program() -> int:
+    """The resident memory of this process; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0
+
+
+def _cgroup_room(root: Path, membership: Path) -> int | None:
+    """What control groups (version 2, or 1) leave to this process; None where they set no limit.
+
+    Cached files count as room: the kernel gives them up first.
+
+    Args:
+        root: Where control groups are mounted.
+        membership: The file that names the groups of this process.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    rooms = []
+    for line in lines:
+        _, controllers, inside = line.split(":", 2)
+        if controllers == "":
+            mount, limit, usage, cached = root, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            mount, limit, usage, cached = (
+                root / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+        else:
+            continue
+        # In a container the path is the host's, and the group that counts is mounted as the root.
+        group = mount / inside.strip("/")
+        for folder in (mount, *(path for path in (group, *group.parents) if mount in path.parents)):
+            room = _room(folder, limit, usage, cached)
+            if room is not None:
+                rooms.append(room)
+    return min(rooms, default=None)
+
+
+def _room(folder: Path, limit: str, usage: str, cached: str) -> int | None:
+    try:
+        most = int((folder / limit).read_text())
+        used = int((folder / usage).read_text())
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such group, or "max"
+        return None
+    return max(0, most - used + int(statistics.get(cached, 0)))

@@ -1,0 +1,155 @@
+"""Sizes come from shapes alone, and are those of the real thing."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import gptqkit
+from gptqkit.budget import make_plan
+from gptqkit.calibration.hessian import InputStatistics
+from gptqkit.export.gptq import to_tensors
+from gptqkit.footprint import Footprint
+from gptqkit.machine import Machine
+from gptqkit.matrices import decided_bytes, solver_bytes, stored_bytes
+from gptqkit.quantizer.config import ModuleOverride, QuantizeConfig
+from gptqkit.quantizer.modules import Target, find_blocks
+from gptqkit.quantizer.ranks import Ranks
+from gptqkit.quantizer.solver import solve_rtn
+from gptqkit.quantizer.solving import Solving
+from gptqkit.quantizer.walk import quantize_blocks
+from gptqkit.sizes import FILE_BYTES, REPORT_BYTES, Workload, measure, shapes_of
+from support.models import MIXTURES, MODELS, build, windows
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+UNKNOWN = Machine(memory=None, program=0, gpu=None, disk=None)
+
+
+def workload(length=48, device=CPU, calibrated=True, writes=True, **changes):
+    config = QuantizeConfig(**{"group_size": 32, **changes})
+    return Workload(config=config, length=length, device=device, calibrated=calibrated, writes=writes)
+
+
+def bytes_of(module):
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+def test_weights_statistics_and_states_are_counted_as_they_are():
+    """mistral: width 64, 2 of 4 heads for keys, feed-forward 96, 96 tokens, not tied; bfloat16 in its files."""
+    model = build("mistral").bfloat16()
+    block = find_blocks(model)[1][0]
+    on_gpu = measure(shapes_of(model), workload(device=GPU))
+    [kind] = on_gpu.blocks
+    assert (on_gpu.layers, kind.count, kind.name, kind.traced) == (2, 2, "model.layers.0", True)
+    assert kind.weights == kind.stored == bytes_of(block)
+    assert kind.float_copy == 0
+    width, inner = InputStatistics(64, CPU), InputStatistics(96, CPU)
+    wanted = [width, width, width, inner]  # q, k and v share an input, so do gate and up
+    assert [each.statistics for each in kind.passes] == [sums.sums[0].nbytes for sums in wanted]
+    assert on_gpu.state == torch.zeros(48, 64, dtype=torch.bfloat16).nbytes
+    outside = bytes_of(model) - bytes_of(find_blocks(model)[1]) - bytes_of(model.lm_head)
+    assert on_gpu.outside == outside
+    assert on_gpu.source == sum(tensor.nbytes for tensor in model.state_dict().values())
+
+    on_cpu = measure(shapes_of(model), workload(method="gptaq"))
+    assert on_cpu.streams == 2
+    assert on_cpu.state == torch.zeros(48, 64).nbytes
+    kind = on_cpu.blocks[0]
+    assert kind.stored == bytes_of(block)
+    assert kind.weights == kind.float_copy == bytes_of(block.float())
+    assert [each.statistics for each in kind.passes] == [2 * sums.sums[0].nbytes for sums in wanted]
+    assert on_cpu.outside == pytest.approx(3 * outside, abs=200)  # bfloat16 and float32; buffers are float32 once
+
+
+def test_without_true_sequential_all_statistics_are_there_at_once():
+    sizes = measure(shapes_of(build("mistral")), workload(true_sequential=False))
+    assert [each.statistics for each in sizes.blocks[0].passes] == [8 * (3 * 64 * 64 + 96 * 96)]
+
+
+def test_blocks_of_several_kinds_and_the_output_layer_are_told_apart():
+    overrides = {"layers.1.mlp": ModuleOverride(bits=8), "down_proj": ModuleOverride(skip=True)}
+    sizes = measure(shapes_of(build("mistral")), workload(overrides=overrides, lm_head=True))
+    assert [kind.name for kind in sizes.blocks] == ["model.layers.0", "model.layers.1", "lm_head"]
+    assert sizes.blocks[2].weights == sizes.blocks[2].stored == 4 * 96 * 64
+
+
+def test_blocks_without_anything_to_quantize_have_no_passes():
+    sizes = measure(shapes_of(build("mistral")), workload(overrides={"layers.0.": ModuleOverride(skip=True)}))
+    assert [len(kind.passes) for kind in sizes.blocks] == [0, 4]
+    assert sizes.blocks[0].forward.sample > 0
+
+
+def test_measuring_needs_no_weights_and_leaves_the_model_alone():
+    model = build("llama")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    copied = shapes_of(model)
+    measure(copied, workload())
+    assert all(tensor.is_meta for tensor in copied.state_dict().values())
+    assert copied.lm_head.weight is copied.model.embed_tokens.weight  # tied, as in the model
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 512), (512, 128), (256, 256)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"method": "gptaq"},
+        {"method": "rtn"},
+        {"method": "gptaq", "float64": True},
+        {"group_size": -1},
+        {"sym": False, "mse": False, "desc_act": True},
+    ],
+)
+def test_the_solver_takes_what_the_formula_says(changes, rows, columns, dtype):
+    config = QuantizeConfig(**{"group_size": 64, **changes})
+    x = torch.randn(2 * columns, columns, generator=torch.Generator().manual_seed(0))
+    statistics = InputStatistics(columns, CPU, cross=config.method == "gptaq")
+    statistics.update(x, x.roll(1) if config.method == "gptaq" else None)
+    target = Target("module", nn.Linear(columns, rows, bias=False, dtype=dtype), config, "module.weight")
+    with torch.no_grad(), Footprint() as footprint:
+        Solving(config, Ranks.alone(), lambda _: None, 1, None, None).solve([target], 0, [statistics], None)
+    formula = solver_bytes(rows, columns, config, calibrated=True, copies_weight=dtype != torch.float32)
+    assert 0.97 * footprint.peak < formula < 1.15 * footprint.peak
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("group_size", [32, -1])
+def test_quantized_weights_are_as_large_as_the_formulas_say(bits, group_size):
+    config = QuantizeConfig(bits=bits, group_size=group_size)
+    target = Target("module", nn.Linear(96, 64, bias=False), config, "module.weight")
+    weight = solve_rtn(target.weight, config).weight
+    tensors = (weight.codes, weight.scale, weight.zero, weight.group_index)
+    assert decided_bytes(target) == sum(tensor.nbytes for tensor in tensors)
+    assert stored_bytes(target) == sum(tensor.nbytes for tensor in to_tensors(weight, "gptq_v2").values())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("changes", [{}, {"bits": 3, "overrides": {"0": ModuleOverride(skip=True)}}, {"bits": 8}])
+def test_a_written_checkpoint_is_as_large_as_measured(name, changes, tmp_path):
+    model = build(name)
+    asked = workload(method="rtn", calibrated=False, **changes)
+    gptqkit.quantize(model, None, tmp_path / "out", asked.config)
+    written = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+    sizes = measure(shapes_of(model), asked)
+    modules = len(json.loads((tmp_path / "out" / "quantization_report.json").read_text())["modules"])
+    assert sizes.output - FILE_BYTES - modules * REPORT_BYTES == pytest.approx(written, rel=0.01)
+    everything = sum(file.stat().st_size for file in (tmp_path / "out").iterdir())
+    assert everything == pytest.approx(sizes.output, abs=FILE_BYTES)
+
+
+@pytest.mark.parametrize("changes", [{}, {"method": "gptaq"}, {"true_sequential": False}])
+@pytest.mark.parametrize("name", [*MODELS, *MIXTURES])
+def test_a_whole_run_holds_at_its_height_what_the_plan_says(name, changes):
+    model = build(name).bfloat16()
+    asked = workload(writes=False, **changes)
+    asked = Workload(**{**vars(asked), "samples": 8, "batch_size": 4, "activations": "memory"})
+    need = make_plan(partial(measure, shapes_of(model)), asked, UNKNOWN).needs["RAM"]
+    already_there = bytes_of(find_blocks(model)[1][0])
+    with torch.no_grad(), Footprint() as footprint:
+        quantize_blocks(model, windows(8, 48), asked.config, device=CPU, batch_size=4)
+    expected = need.total - need.parts["allowance"] - already_there
+    assert 0.9 * footprint.peak < expected < 1.2 * footprint.peak
