@@ -310,7 +310,7 @@ def check_agreement(
     source: FloatModel,
     config: QuantizeConfig,
     windows: TokenWindows | None,
-    batch_size: int,
+    batch_size: int | None,
     out: Path | str | None,
 ) -> None:
     """Check that all ranks were started for the same job.

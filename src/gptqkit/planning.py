@@ -103,18 +103,20 @@ def plan_run(model: PreTrainedModel, workload: Workload, ranks: Ranks, out: Path
     """
     hosts = ranks.gather(socket.gethostname())
     folder = Path.cwd() if out is None else out.absolute().parent
-    machine = look(ranks.device, folder, processes=hosts.count(socket.gethostname()))
-    if machine.disk is not None:
-        machine = dataclasses.replace(machine, disk=machine.disk + already)
-    asked = dataclasses.replace(workload, processes=ranks.size)
-    plans = ranks.gather(make_plan(partial(measure, shapes_of(model).eval()), asked, machine))
-    chosen = min(plans, key=_room)
-    try:
-        chosen.check()
-    except DoesNotFitError as error:
-        if not chosen.untraced:
-            raise
-        _LOG.warning("by a coarse estimate, %s", error)
+    with ranks.together():
+        machine = look(ranks.device, folder, processes=hosts.count(socket.gethostname()))
+        if machine.disk is not None:
+            machine = dataclasses.replace(machine, disk=machine.disk + already)
+        asked = dataclasses.replace(workload, processes=ranks.size)
+        made = make_plan(partial(measure, shapes_of(model).eval()), asked, machine)
+    chosen = min(ranks.gather(made), key=_room)
+    with ranks.together():
+        try:
+            chosen.check()
+        except DoesNotFitError as error:
+            if not chosen.untraced:
+                raise
+            _LOG.warning("by a coarse estimate, %s", error)
     return chosen
 
 
