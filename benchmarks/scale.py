@@ -61,7 +61,7 @@ def llama(blocks: int, width: int) -> transformers.LlamaConfig:
     """A Llama of so many blocks, with the usual proportions."""
     return transformers.LlamaConfig(
         hidden_size=width,
-        intermediate_size=width * 11 // 4,
+        intermediate_size=-(-width * 11 // 512) * 128,
         num_hidden_layers=blocks,
         num_attention_heads=width // 64,
         num_key_value_heads=width // 64,
