@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import gptqkit
-from gptqkit.errors import CheckpointError, OutputExistsError, ResumeError
+from gptqkit.errors import CheckpointError, DoesNotFitError, OutputExistsError, ResumeError
 from gptqkit.export.work import work_path
 from support.models import MODELS, build, windows
 
@@ -180,6 +180,21 @@ def test_out_of_memory_halves_the_batch_for_good(error, monkeypatch):
     by_two = gptqkit.quantize(build("llama"), tokens, None, settings(), sequence_length=24, batch_size=2)
     name = "model.layers.0.self_attn.q_proj"
     assert torch.equal(result.weights[name].codes, by_two.weights[name].codes)
+
+
+def test_out_of_memory_with_one_sample_is_said_and_what_is_finished_stays(stored, tmp_path, monkeypatch):
+    run_block = gptqkit.quantizer.stream.BlockStream.run
+
+    def small(self, layer, *arguments):
+        if layer:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return run_block(self, layer, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gptqkit.quantizer.stream.BlockStream.run", small)
+        with pytest.raises(DoesNotFitError, match="Tried to allocate 2 GiB"):
+            run(stored("mistral"), tmp_path / "out", settings())
+    assert len(run(stored("mistral"), tmp_path / "out", settings(), resume=True).report.modules) == 14
 
 
 def test_the_checkpoint_is_cut_into_files_of_the_size_asked_for(stored, tmp_path):

@@ -14,9 +14,10 @@ import torch
 from transformers import PreTrainedModel
 
 from .calibration.activations import Place
+from .calibration.batches import out_of_memory
 from .calibration.sources import Source
 from .calibration.windows import TokenWindows, load_tokens, load_windows
-from .errors import ArchitectureError, CalibrationError, ConfigError
+from .errors import ArchitectureError, CalibrationError, ConfigError, DoesNotFitError
 from .evaluating import check_length, default_length, evaluate, is_encoder
 from .evaluation.perplexity import cut_windows
 from .export.staging import check_target
@@ -253,5 +254,12 @@ def _walk(
             ranks=ranks,
             progress=progress,
         )
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise DoesNotFitError(
+            f"memory ran out, other than planned, which halving batches does not mend: {str(error).splitlines()[0]}. "
+            "Give it less to hold (activations='disk', fewer or shorter samples), or free what other programs hold"
+        ) from error
     finally:
         source.model.train(training)
