@@ -26,7 +26,7 @@ import torch
 from agreement import BFLOAT16_FACTOR, HALF_FACTOR, Reading, compare, read
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gptqkit.export.reader import open_checkpoint
 
@@ -52,6 +52,10 @@ OURS = {
     "w2-g64-sym-v1": "--bits 2 --group-size 64 --sym --format gptq",
     "w2-g64-asym-v2": "--bits 2 --group-size 64 --asym --format gptq_v2",
 }
+
+# A tiny random mixture of experts, with one matrix per expert in the names of its source's files.
+MIXTURE = "w4-g32-sym-experts-v1"
+MIXTURE_FLAGS = "--bits 4 --group-size 32 --sym --format gptq"
 
 # Copies of these get random bits for codes and zeros, so that every pattern is decoded.
 SCRAMBLED = ("w4-g64-asym-act-order-v2", "w8-g32-asym-v2", "w3-g64-asym-v2", "w2-g64-asym-v2")
@@ -114,7 +118,7 @@ CLIENTS = {
         script="gptqmodel_client.py",
         factor=BFLOAT16_FACTOR,
         variables=GPTQMODEL_VARIABLES,
-        reads="^w4-",
+        reads="^w4-(?!.*-experts-)",
         refusals={**GPTQMODEL_REFUSALS, **INT4PACK_REFUSALS},
     ),
     "transformers, torch kernel": Client(
@@ -122,6 +126,7 @@ CLIENTS = {
         script="transformers_client.py",
         kernel="gptq_torch",
         variables=GPTQMODEL_VARIABLES,
+        reads="^(?!.*-experts-)",  # it has no quantized experts
         refusals={},
     ),
     "transformers, its choice": Client(
@@ -129,7 +134,7 @@ CLIENTS = {
         script="transformers_client.py",
         factor=BFLOAT16_FACTOR,
         variables=GPTQMODEL_VARIABLES,
-        reads="^w4-",
+        reads="^w4-(?!.*-experts-)",
         refusals=INT4PACK_REFUSALS,
     ),
     "vLLM": Client(
@@ -144,6 +149,7 @@ CLIENTS = {
         refusals={
             "^w[23]-|-asym-": r"Unsupported quantization config: bits=\d, sym=",
             "-act-order-": r"desc_act=True\) is no longer supported",
+            "-experts-": r"No WNA16 MoE backend supports",  # on GPUs there is one
             "^w8-": r"Marlin does not support weight_bits = uint8b128",  # on GPUs it serves 8 bits
         },
     ),
@@ -161,7 +167,7 @@ def main() -> int:
     tokens = write_tokens(arguments.text, WINDOWS, work / "tokens.safetensors")
     input_ids = load_file(tokens)["input_ids"]
 
-    ours = write_ours(work, calibration)
+    ours = [*write_ours(work, calibration), write_mixture(work, calibration)]
     tampered = change_one_code(work / "ours" / "w4-g128-sym-v1", work / TAMPERED)
     readings = {path.name: read(path, input_ids) for path in (*ours, tampered)}
     scrambled = [scramble(work / "ours" / name, work / "scrambled" / f"{name}-random-bits") for name in SCRAMBLED]
@@ -205,17 +211,47 @@ def write_tokens(text: Path, windows: int, target: Path) -> Path:
 
 
 def write_ours(work: Path, calibration: Path) -> list[Path]:
-    """Our checkpoints, each written by the command line (again only where it is missing)."""
-    paths = []
-    for name, flags in OURS.items():
-        path = work / "ours" / name
-        if not path.exists():
-            command = [sys.executable, "-m", "gptqkit", "quantize", MODEL, str(path), *flags.split()]
-            command += ["--method", "gptq", "--calibration", str(calibration), "--samples", str(SAMPLES)]
-            command += ["--sequence-length", str(LENGTH), "--seed", "0", "--device", "cpu"]
-            execute(command, {}, work / "logs" / f"write-{name}.log")
-        paths.append(path)
-    return paths
+    """Our checkpoints of the example model."""
+    return [write_one(work, calibration, MODEL, name, flags) for name, flags in OURS.items()]
+
+
+def write_one(work: Path, calibration: Path, model: str | Path, name: str, flags: str) -> Path:
+    """A checkpoint of ours, written by the command line (again only where it is missing)."""
+    path = work / "ours" / name
+    if not path.exists():
+        command = [sys.executable, "-m", "gptqkit", "quantize", str(model), str(path), *flags.split()]
+        command += ["--method", "gptq", "--calibration", str(calibration), "--samples", str(SAMPLES)]
+        command += ["--sequence-length", str(LENGTH), "--seed", "0", "--device", "cpu"]
+        execute(command, {}, work / "logs" / f"write-{name}.log")
+    return path
+
+
+def write_mixture(work: Path, calibration: Path) -> Path:
+    """A checkpoint of ours of a mixture of experts, made of random weights on the spot."""
+    folder = work / "mixture"
+    if not folder.exists():
+        torch.manual_seed(0)
+        tokenizer = AutoTokenizer.from_pretrained(MODEL)
+        config = Qwen3MoeConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=256,
+            moe_intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            num_experts=4,
+            num_experts_per_tok=2,
+            max_position_embeddings=512,
+        )
+        model = Qwen3MoeForCausalLM(config)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.data.normal_(std=0.06)
+        model.half().save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return write_one(work, calibration, folder, MIXTURE, MIXTURE_FLAGS)
 
 
 def change_one_code(source: Path, target: Path) -> Path:
