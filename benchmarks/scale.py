@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -255,22 +256,25 @@ def plot(report: dict[str, Any], path: Path) -> None:
         for place in dict.fromkeys(point["activations"] for point in points):
             chosen = [point for point in points if point["activations"] == place]
             x = [point["samples"] * point["length"] if name == "tokens" else point[name] for point in chosen]
-            label = f"states in {place}" if name == "tokens" else "measured"
+            where = f"states {'in memory' if place == 'memory' else 'on disk'}, " if name == "tokens" else ""
+            label = f"{where}measured"
             column[0].plot(x, [point["seconds"] for point in chosen], marker="o", label=label)
             [line] = column[1].plot(x, [point["anonymous"] / 2**20 for point in chosen], marker="o", label=label)
             planned = [point["planned"] / 2**20 for point in chosen]
-            column[1].plot(x, planned, linestyle="--", color=line.get_color(), label=f"{label}: planned")
+            column[1].plot(x, planned, linestyle="--", color=line.get_color(), label=f"{where}planned")
         if name != "tokens":
             column[1].plot(x, [point["model_bytes"] / 2**20 for point in chosen], color="grey", label="model on disk")
         for panel in column:
             panel.set_xscale("log", base=2)
             panel.set_yscale("log", base=2)
+            panel.xaxis.set_major_formatter("{x:.0f}")
+            panel.yaxis.set_major_formatter("{x:.0f}")
             panel.grid(alpha=0.3)
             panel.legend(fontsize=7)
         column[1].set_xlabel("calibration tokens" if name == "tokens" else name)
     panels[0][0].set_ylabel("seconds")
     panels[1][0].set_ylabel("memory of the run, MiB")
-    figure.suptitle(f"{report['cpu']}, {report['threads']} threads, torch {report['torch']}", fontsize=10)
+    figure.suptitle(f"{report['cpu']}, {report['threads']} thread(s), torch {report['torch']}", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     print(f"wrote {path}")
@@ -312,6 +316,8 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {
         "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -9,13 +9,17 @@ from pathlib import Path
 
 import torch
 
+RESERVE = 128 << 20
+"""Bytes of RAM that a process is not given: libraries load more as they go, and allocators keep pieces of what was
+freed (up to 87 MiB were seen, benchmarks/results/scale.json)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """What a run can use, in bytes; None where this cannot be found out.
 
     Attributes:
-        memory: RAM that this process can have, what it has already included; swap does not count.
+        memory: RAM that this process can have, what it has already included, less a reserve; swap does not count.
         program: RAM that it has already: Python, torch and transformers.
         gpu: Memory of the GPU that is free, or held by torch without use; None without a GPU.
         disk: Free where the checkpoint is to be written.
@@ -48,7 +52,7 @@ def look(device: torch.device, folder: Path, *, processes: int = 1) -> Machine:
         gpu = free + torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return Machine(
-        memory=min(limits) // processes + program if limits else None,
+        memory=max(0, min(limits) // processes - RESERVE) + program if limits else None,
         program=program,
         gpu=gpu,
         disk=shutil.disk_usage(existing).free,

@@ -20,13 +20,13 @@ def size_text(size: int) -> str:
 def time_text(seconds: float) -> str:
     """Two units at most.
 
-    >>> [time_text(seconds) for seconds in (0.21, 75, 3599.9, 8100, 300000)]
-    ['0.2 s', '1 min 15 s', '1 h 0 min', '2 h 15 min', '3 d 11 h']
+    >>> [time_text(seconds) for seconds in (0.21, 75, 3599.9, 8100, 180000)]
+    ['0.2 s', '1 min 15 s', '1 h 0 min', '2 h 15 min', '2 d 2 h']
     """
     if seconds < 60:
         return f"{seconds:.1f} s"
-    for small, large, size, ratio in (("s", "min", 1, 60), ("min", "h", 60, 60)):
-        whole, rest = divmod(round(seconds / size), ratio)
-        if whole < ratio:
+    for small, large, size, most in (("s", "min", 1, 60), ("min", "h", 60, 48)):
+        whole, rest = divmod(round(seconds / size), 60)
+        if whole < most:
             return f"{whole} {large} {rest} {small}"
     return "{} d {} h".format(*divmod(round(seconds / 3600), 24))
