@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -13,6 +14,7 @@ from ..errors import CheckpointError, ShapeError
 
 Place = Literal["device", "memory", "disk"]
 PLACES: tuple[Place, ...] = get_args(Place)
+_SLICE = 64 << 20
 
 
 class HiddenStates:
@@ -88,7 +90,8 @@ class HiddenStates:
         """Bring the states into `file` for good. A file that they live in is only synced."""
         with _opened(file, os.O_WRONLY | os.O_CREAT) as descriptor:
             if self._held is not None:
-                _write(descriptor, self._held.cpu(), self.samples.start * self.sample_bytes)
+                for samples in self._slices():
+                    _write(descriptor, self._held[self._local(samples)].cpu(), samples.start * self.sample_bytes)
             os.fsync(descriptor)
 
     def load(self, file: Path) -> None:
@@ -99,8 +102,15 @@ class HiddenStates:
         """
         if self._held is not None:
             self.file = file
-            self._held.copy_(self._from_file(self.samples))
+            for samples in self._slices():
+                self._held[self._local(samples)] = self._from_file(samples).to(self._held.device)
             self.file = None
+
+    def _slices(self) -> Iterator[range]:
+        """The samples in ranges of few bytes, so that little is ever there twice."""
+        count = max(1, _SLICE // max(1, self.sample_bytes))
+        for start in range(self.samples.start, self.samples.stop, count):
+            yield range(start, min(start + count, self.samples.stop))
 
     def _local(self, samples: range) -> slice:
         return slice(samples.start - self.samples.start, samples.stop - self.samples.start)
