@@ -1,5 +1,6 @@
 """The work directory of a checkpoint that is being made: `.NAME.gptqkit-work` beside its target.
 
+    lock                        held by the process at work
     job.json                    what is being made, from what: only the same job goes on here
     PART.safetensors            tensors of a finished part (a block, say), as they will stand in the checkpoint
     PART.json                   its record; written last: a part without it does not exist

@@ -172,11 +172,12 @@ class Watch(TorchFunctionMode):
 
         What the router chose is believed only where the expert's first product received just these tokens.
         """
-        assert target.expert is not None
         routing = self.routings.get(owner_name(target))
-        tokens = None if routing is None else routing.tokens(target.expert)
+        if routing is None or target.expert is None:
+            return None
+        tokens = routing.tokens(target.expert)
         first = self._firsts.get((owner_name(target), target.expert))
-        if routing is None or tokens is None or len(tokens) != rows:
+        if tokens is None or len(tokens) != rows:
             return None
         if first is not None:
             expected = routing.hidden[tokens]

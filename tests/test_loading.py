@@ -11,11 +11,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from gptqkit.errors import BackendError, CheckpointError, ConfigError, DatasetUnavailableError
 from gptqkit.evaluating import evaluate
-from gptqkit.export.writer import write_checkpoint
 from gptqkit.kernels.linear import QuantLinear
 from gptqkit.loading import is_quantized, load, load_float
 from gptqkit.quantizer.config import QuantizeConfig
 from gptqkit.quantizer.quantized import QuantizedWeight
+from support.checkpoints import write_checkpoint
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "models" / "gutenberg-llama-6m"
 

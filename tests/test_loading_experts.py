@@ -8,13 +8,13 @@ from safetensors.torch import load_file, save_file
 
 from gptqkit.errors import BackendError, CheckpointError
 from gptqkit.export.names import StoredNames
-from gptqkit.export.writer import write_checkpoint
 from gptqkit.kernels.experts import QuantExperts
 from gptqkit.kernels.linear import QuantLinear
 from gptqkit.loading import load, load_float
 from gptqkit.quantizer.config import QuantizeConfig
 from gptqkit.quantizer.modules import find_blocks, find_targets
 from gptqkit.quantizer.solver import solve_rtn
+from support.checkpoints import write_checkpoint
 from support.models import MIXTURES, OTHERS, build, windows
 
 CONFIG = QuantizeConfig(group_size=32, sym=False, method="rtn")

@@ -111,7 +111,7 @@ def quantize(
         progress: Called once per module, and while evaluating.
 
     Returns:
-        The report, the weights in memory, and the path.
+        The report, the weights, and the path.
 
     Raises:
         DoesNotFitError: There is too little memory or disk; the message names what would help.

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gptqkit.export.writer import write_checkpoint
 from gptqkit.quantizer.config import QuantizeConfig
 from gptqkit.quantizer.quantized import QuantizedWeight
+from support.checkpoints import write_checkpoint
 
 MODULES = {"self_attn.q_proj": (64, 64), "mlp.down_proj": (64, 96)}
 
