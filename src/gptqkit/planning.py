@@ -24,6 +24,7 @@ from .quantizer.config import QuantizeConfig
 from .quantizer.ranks import Ranks
 from .sizes import Workload, measure, shapes_of
 from .source import StoredModel
+from .units import size_text
 
 _LOG = logging.getLogger("gptqkit")
 
@@ -117,7 +118,21 @@ def plan_run(model: PreTrainedModel, workload: Workload, ranks: Ranks, out: Path
             if not chosen.untraced:
                 raise
             _LOG.warning("by a coarse estimate, %s", error)
+    if ranks.rank == 0:
+        _LOG.info("planned: %s", _in_short(chosen))
     return chosen
+
+
+def _in_short(plan: Plan) -> str:
+    """A plan in one line."""
+    needs = [
+        f"{size_text(need.total)} of {name}"
+        + ("" if need.available is None else f" ({size_text(need.available)} there)")
+        for name, need in plan.needs.items()
+    ]
+    if plan.workload.calibrated:
+        needs += [f"batches of {plan.workload.batch_size}", f"hidden states: {plan.workload.activations}"]
+    return ", ".join(needs)
 
 
 def _room(plan: Plan) -> tuple[bool, int, int, int]:
