@@ -79,7 +79,7 @@ gemm_narrow(const GemmArguments a) {
                 constexpr float base = Operands::base, unit = Operands::unit;
                 const float up = float(1 << Operands::place(i, h));
                 const float scale = grid.scale_at(i, h) * (1 / (unit * up));
-                const float zero = grid.zero_at(i, h) * (unit * up) + base;
+                const float zero = float(grid.zero_at(i, h)) * (unit * up) + base;
 #pragma unroll
                 for (int m = 0; m < TOKENS; m++)
 #pragma unroll

@@ -68,6 +68,13 @@ DEVICE uint32_t and_or(uint32_t word, uint32_t mask, uint32_t bits) {
     return result;
 }
 
+// Four bytes of a (numbers 0 to 3) and b (4 to 7), one per hex digit of `selector`, the lowest digit first.
+DEVICE uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+
+// A float from its bits and back.
+DEVICE float float_from_bits(uint32_t bits) { return __uint_as_float(bits); }
+DEVICE uint32_t bits_of_float(float value) { return __float_as_uint(value); }
+
 // a * b + c of two pairs, rounded once; subnormals are kept.
 template <class T> DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c);
 template <> DEVICE uint32_t pair_fma<Float16>(uint32_t a, uint32_t b, uint32_t c) {
