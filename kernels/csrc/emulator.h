@@ -52,7 +52,8 @@ enum class Meeting { none, barrier, multiply_add };
 
 struct Copy {
     void *target;
-    const void *source;
+    const void *source; // null: zeros
+    int bytes;
 };
 
 struct Fiber;
@@ -257,11 +258,20 @@ template <class V> V load_constant(const V *source) {
 }
 inline float load_shared_by_blocks(const float *source) { return *source; }
 
-inline void copy_async(void *target, const void *source) {
-    if (reinterpret_cast<uintptr_t>(target) % 16 || reinterpret_cast<uintptr_t>(source) % 16)
-        emulator::fault("a misaligned copy");
-    memset(target, 0xff, 16);
-    emulator::machine.current->open.push_back({target, source});
+namespace emulator {
+
+inline void start_copy(void *target, const void *source, int bytes) {
+    if (reinterpret_cast<uintptr_t>(target) % bytes || reinterpret_cast<uintptr_t>(source) % bytes)
+        fault("a misaligned copy");
+    memset(target, 0xff, bytes);
+    machine.current->open.push_back({target, source, bytes});
+}
+
+} // namespace emulator
+
+inline void copy_async(void *target, const void *source) { emulator::start_copy(target, source, 16); }
+inline void copy_async_or_zero(void *target, const void *source, int bytes) {
+    emulator::start_copy(target, bytes ? source : nullptr, 8);
 }
 inline void copy_commit() {
     emulator::Fiber &fiber = *emulator::machine.current;
@@ -271,7 +281,11 @@ inline void copy_commit() {
 template <int PENDING> void copy_wait() {
     auto &groups = emulator::machine.current->groups;
     while (int(groups.size()) > PENDING) {
-        for (const auto &copy : groups.front()) memcpy(copy.target, copy.source, 16);
+        for (const auto &copy : groups.front())
+            if (copy.source)
+                memcpy(copy.target, copy.source, copy.bytes);
+            else
+                memset(copy.target, 0, copy.bytes);
         groups.erase(groups.begin());
     }
 }

@@ -101,6 +101,12 @@ DEVICE void copy_async(void *target, const void *source) {
     const uint32_t address = uint32_t(__cvta_generic_to_shared(target));
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(address), "l"(source) : "memory");
 }
+// Eight bytes likewise, by way of the first cache, where other warps may find them; zeros instead where `bytes` is 0 and
+// not 8: then the source is not read.
+DEVICE void copy_async_or_zero(void *target, const void *source, int bytes) {
+    const uint32_t address = uint32_t(__cvta_generic_to_shared(target));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(address), "l"(source), "r"(bytes) : "memory");
+}
 // Closes the thread's group of copies; groups arrive in order.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most PENDING of the thread's groups are under way.
