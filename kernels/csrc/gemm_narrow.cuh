@@ -3,9 +3,9 @@
 // Formula. Within a group every product shares scale and zero, so they are applied once per group, to float32 sums,
 //     and after 128 inputs at the latest:
 //     y += scale * (sum_k code_k x_k - zero * sum_k x_k)
-//     The operands are base + code * 2^place in `unit`s (fragments.cuh); sum_k x_k comes from the same tensor cores
-//     with an operand of ones, so asymmetric grids cost what symmetric ones cost and no product zero * scale is ever
-//     rounded.
+//     The operands are base + code * 2^place in `unit`s (fragments.cuh): the zero is taken for what it would be as an
+//     operand, and the powers of two go at the very end. sum_k x_k comes from the same tensor cores with an operand of
+//     ones, so asymmetric grids cost what symmetric ones cost and no product zero * scale is ever rounded.
 // Operands. W is the 16-row operand of the tensor cores and x the 8-column one: one token wastes 7/8 of idle cores
 //     instead of 15/16. Layouts: layout.cuh; x [M, K] rows ldx apart; y [M, N].
 // Grid (token tiles of 8 * TOKENS, split, column tiles of 64), block of 8 or 4 warps. The units of a column tile are
@@ -89,10 +89,8 @@ gemm_narrow(const GemmArguments a) {
         for (int i = 0; i < 4; i++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                constexpr float base = Operands::base, unit = Operands::unit;
-                const float up = float(1 << Operands::place(i, h));
-                const float scale = grid.scale_at(i, h) * (1 / (unit * up));
-                const float zero = float(grid.zero_at(i, h)) * (unit * up) + base;
+                const float scale = grid.scale_at(i, h);
+                const float zero = Operands::value(grid.zero_at(i, h), Operands::place(i, h));
 #pragma unroll
                 for (int m = 0; m < TOKENS; m++)
 #pragma unroll
@@ -153,9 +151,11 @@ gemm_narrow(const GemmArguments a) {
 #pragma unroll
         for (int m = 0; m < TOKENS; m++)
 #pragma unroll
-            for (int e = 0; e < 4; e++)
+            for (int e = 0; e < 4; e++) {
+                const float step = Operands::unit * (1 << Operands::place(i, e >> 1));
                 sums[sum_place<8 * TOKENS, kTile>(warp, 8 * m + 2 * t + (e & 1), 16 * i + 8 * (e >> 1) + c)] =
-                    total[i][m][e];
+                    total[i][m][e] * (1 / step);
+            }
     block_barrier();
     store_tile<T, kWarps, 8 * TOKENS, kTile, kThreads>(sums, a);
 }
