@@ -83,9 +83,7 @@ def test_many_tokens_meet_the_weight_that_is_rounded_once(kernels: Kernels, bits
     scales = np.random.default_rng(bits).integers(1, 0x5BF0, (k // group, n)).astype(np.uint16).view(np.float16)
     zero = {"random": "random", "least": 0, "most": 1 << bits}[zeros]
     offset = 0 if zeros == "least" else 1
-    layer = Layer(
-        kernels, bits=bits, dtype=dtype, n=n, k=k, group=group, zeros=zero, zero_offset=offset, scales=scales
-    )
+    layer = Layer(kernels, bits=bits, dtype=dtype, n=n, k=k, group=group, zeros=zero, zero_offset=offset, scales=scales)
     x = aligned((k, k), np.uint16, to_bits(np.eye(k), dtype))
     expected = from_bits(to_bits(layer.exact, dtype), dtype).T
     np.testing.assert_array_equal(from_bits(kernels.gemm(layer, x), dtype), expected)
