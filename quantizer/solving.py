@@ -149,7 +149,7 @@ class Solving:
     def replace(self, targets: Iterable[Target]) -> None:
         """Put the solutions in the places of the modules' weights."""
         for target in targets:
-            target.replace_weight(self.weights[target.name].dequantize())
+            target.replace_weight(self.weights[target.name].to(target.weight.device).dequantize())
 
     def _report(
         self,
