@@ -1,0 +1,209 @@
+"""A GPU that is not there: tensors that say they are on `cuda:0`, hold their numbers on the CPU and mix with no others.
+
+Within `simulated_gpu()` torch sees one GPU. Operators on its tensors run on the CPU's numbers, but with operands on two
+devices they fail as on a GPU, so that a tensor forgotten on the host is found on every machine. Not seen: speed, memory,
+streams, and operators that a GPU does not have.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+MEMORY = 8 << 30
+aten = torch.ops.aten
+
+# Operators whose operands may lie on two devices: copies, and indices on the host.
+MIXING = {
+    aten.copy_.default,
+    aten._to_copy.default,
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+}
+
+# Torch wants somebody who switches devices; for this one there is nothing to do.
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>) }
+"""
+
+
+class GpuTensor(torch.Tensor):
+    """A tensor on the GPU with its numbers in `host`. A parameter whose data is set to one gets a `host` as well."""
+
+    host: Tensor
+
+    @staticmethod
+    def __new__(cls, host: Tensor) -> GpuTensor:
+        tensor: GpuTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            device=GPU,
+            requires_grad=host.requires_grad,
+        )
+        tensor.host = host
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def tolist(self) -> Any:
+        return self.host.tolist()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"GpuTensor({self.host})"
+
+
+def is_on_gpu(value: object) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "cuda"
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(change, item) for item in value)
+    return change(value)
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`func` on the host's numbers, with its results where a GPU would have them."""
+    if func._can_decompose():
+        with Operators():
+            return func.decompose(*args, **kwargs)
+    if func is aten._fused_sdp_choice.default:
+        return 0  # the plain formula, which every device has
+    leaves = list(_leaves((args, list(kwargs.values()))))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    target = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
+    any_on_gpu = any(map(is_on_gpu, tensors))
+    strangers = any_on_gpu and any(not is_on_gpu(tensor) and tensor.dim() for tensor in tensors)
+    if strangers and (func not in MIXING or (func is aten.index.Tensor and not is_on_gpu(args[0]))):
+        places = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in tensors)
+        raise RuntimeError(f"Expected all tensors to be on the same device, but {func} got {places}")
+
+    def on_host(leaf: Any) -> Any:
+        if isinstance(leaf, torch.device):
+            return CPU if leaf.type == "cuda" else leaf
+        return leaf.host if is_on_gpu(leaf) else leaf
+
+    out = func(*_mapped(on_host, args), **{name: _mapped(on_host, value) for name, value in kwargs.items()})
+    if target is not None:
+        stays = target.type == "cuda"
+    else:
+        stays = is_on_gpu(args[0]) if func is aten.copy_.default else any_on_gpu
+    if not stays:
+        return out
+    wrapped = _mapped(lambda leaf: GpuTensor(leaf) if isinstance(leaf, Tensor) else leaf, out)
+    return return_and_correct_aliasing(func, args, kwargs, wrapped) if any_on_gpu else wrapped
+
+
+class Operators(TorchDispatchMode):
+    """Sees every operator: those that make tensors on the GPU, and those on parameters that moved there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = _leaves((args, list(kwargs.values())))
+        if any(leaf.device.type == "cuda" if isinstance(leaf, Tensor) else leaf == GPU for leaf in leaves):
+            return _run(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+class Functions(TorchFunctionMode):
+    """Gives "cuda" its number, and does for the GPU what torch does not ask operators for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.device:
+            return func(*args, **kwargs)
+        if func in (torch.Tensor.data_ptr, torch.Tensor.untyped_storage) and is_on_gpu(args[0]):
+            return func(args[0].host)
+        args = tuple(GPU if _is_cuda(argument) else argument for argument in args)
+        if _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": GPU}
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == GPU:
+            return func(*args, **{**kwargs, "device": CPU}).to(GPU)
+        result = func(*args, **kwargs)
+        if func == torch.Tensor.data.__set__ and is_on_gpu(args[1]):
+            args[0].host = args[1].host
+        return result
+
+
+def _is_cuda(value: object) -> bool:
+    return isinstance(value, (str, torch.device)) and str(value) in ("cuda", "cuda:0")
+
+
+def _submit_here(_: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    try:
+        future.set_result(work(*args, **kwargs))
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+def load_guard(folder: Path) -> None:
+    """Compile and load what torch's C++ asks of a device; the process keeps it."""
+    source, library = folder / "guard.cpp", folder / "guard.so"
+    source.write_text(GUARD, encoding="utf-8")
+    torch_folder = Path(torch.__file__).parent
+    command = ["g++", "-std=c++20", "-shared", "-fPIC", str(source), "-o", str(library)]
+    paths = [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-lc10"]
+    subprocess.run([*command, *paths], check=True)
+    ctypes.CDLL(str(library))
+
+
+@contextmanager
+def simulated_gpu() -> Iterator[None]:
+    """One GPU for this thread, after `load_guard`; work for other threads is done here."""
+    properties = SimpleNamespace(
+        name="Simulated GPU", multi_processor_count=8, total_memory=MEMORY, L2_cache_size=1 << 20, major=9, minor=0
+    )
+    answers = {
+        "_lazy_init": None,
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "set_device": None,
+        "synchronize": None,
+        "empty_cache": None,
+        "mem_get_info": (MEMORY, MEMORY),
+        "memory_reserved": 0,
+        "memory_allocated": 0,
+        "get_device_properties": properties,
+        "get_device_name": properties.name,
+        "get_device_capability": (properties.major, properties.minor),
+        "is_current_stream_capturing": False,
+    }
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, answer=answer: answer))
+        stack.enter_context(mock.patch.object(ThreadPoolExecutor, "submit", _submit_here))
+        stack.enter_context(Functions())
+        stack.enter_context(Operators())
+        yield
