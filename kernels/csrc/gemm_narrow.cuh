@@ -112,7 +112,7 @@ gemm_narrow(const GemmArguments a) {
         uint32_t word[4 * BITS];
 #pragma unroll
         for (int v = 0; v < BITS; v++) {
-            const uint4 vector = slots[(stage * BITS + v) * kThreads];
+            const uint4 vector = load_shared(slots + (stage * BITS + v) * kThreads);
             word[4 * v] = vector.x, word[4 * v + 1] = vector.y, word[4 * v + 2] = vector.z, word[4 * v + 3] = vector.w;
         }
         stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -147,8 +147,9 @@ gemm_narrow(const GemmArguments a) {
         for (int m = 0; m < TOKENS; m++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                sums[sum_place<8 * TOKENS, kTile>(warp, 8 * m + 2 * t + (e & 1), 16 * i + 8 * (e >> 1) + c)] =
-                    total[i][m][e];
+                store_shared(
+                    sums + sum_place<8 * TOKENS, kTile>(warp, 8 * m + 2 * t + (e & 1), 16 * i + 8 * (e >> 1) + c),
+                    total[i][m][e]);
     block_barrier();
     store_tile<T, kWarps, 8 * TOKENS, kTile, kThreads>(sums, a);
 }
