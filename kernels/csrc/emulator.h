@@ -2,8 +2,8 @@
 //
 // Every CUDA thread is a fiber (emulator_machine.cc); which of them goes on where several can is random, from a seed. What
 // the hardware would silently get wrong is a fault: the launch stops and returns GPTQKIT_FAULT. Faults are
-//   - races within a block, found whatever the order was, and reads of shared memory that nobody has written, of a copy
-//     under way, or outside (emulator_memory.cc); shared memory also starts as NaN, as does the target of a copy;
+//   - races within a block, found whatever the order was, uses of what a copy under way brings, and accesses outside
+//     shared memory (emulator_memory.cc); what nobody has written there is NaN;
 //   - floats that blocks leave for each other without the barriers and fences that this takes (emulator_memory.cc);
 //   - lanes of one warp that meet in different collectives, threads that wait for others that are gone, misaligned
 //     accesses, copies under way at the end of a kernel;
@@ -74,7 +74,8 @@ void write_shared(void *target, int bytes, const char *file, int line);
 void read_message(const float *source, const char *file, int line);
 void write_message(float *target, const char *file, int line);
 void use_global(const void *address, int bytes, const char *function, const char *file, int line);
-void copy(void *target, const void *source, const char *file, int line);
+// From issue to `wait`, which leaves the thread's last `pending` groups; a null source gives zeros.
+void copy(void *target, const void *source, int bytes, const char *file, int line);
 void commit();
 void wait(int pending);
 void *static_shared(const void *tag, int bytes);
@@ -177,7 +178,7 @@ inline float load_from_blocks(const float *source, SITE) {
     return *source;
 }
 
-inline void copy_async(void *target, const void *source, SITE) { emulator::copy(target, source, file, line); }
+inline void copy_async(void *target, const void *source, SITE) { emulator::copy(target, source, 16, file, line); }
 inline void copy_commit() { emulator::commit(); }
 template <int PENDING> void copy_wait() { emulator::wait(PENDING); }
 

@@ -106,7 +106,7 @@ static void start_block(Block &block, int number) {
     block.number = number;
     block.index = dim3(number % grid.x, number / grid.x % grid.y, number / grid.x / grid.y);
     block.alive = machine.threads;
-    block.first_epoch = block.epoch = ++machine.epochs;
+    block.epoch = ++machine.epochs;
     block.at_barrier.clear();
     block.statics.clear();
     block.static_bytes = 0;

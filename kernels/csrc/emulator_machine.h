@@ -22,7 +22,8 @@ constexpr int kStack = 64 * 1024, kStatic = 1024, kGuard = 16 * 1024; // bytes
 
 struct Copy {
     void *target;
-    const void *source;
+    const void *source; // null: zeros
+    int bytes;
 };
 
 // Four bytes of shared memory: the last write, and who has read since the last barrier.
@@ -90,7 +91,7 @@ struct Block {
     std::vector<Warp> warps;
     std::vector<Fiber *> at_barrier;
     int alive = 0;
-    uint32_t first_epoch = 0, epoch = 0; // a new one at every barrier, never used twice
+    uint32_t epoch = 0; // a new one at every barrier, never used twice
     std::unique_ptr<unsigned char, decltype(&free)> memory{nullptr, free}; // static, dynamic, guard
     std::vector<Word> words;
     std::vector<std::pair<const void *, int>> statics; // tags and places

@@ -115,7 +115,6 @@ void read_shared(const void *source, int bytes, const char *file, int line) {
     Word *const words = words_at(source, bytes);
     for (Word *word = words; word < words + (bytes + 3) / 4; word++) {
         if (word->written == kUnderWay) fault("a read of what a copy is still bringing, issued by", word->writer);
-        if (word->written < block.first_epoch) fault("a read of shared memory that nobody has written");
         if (word->written == block.epoch && word->writer != here.thread)
             fault("a race: a read and a write of one word between two barriers", word->writer);
         word->reader = word->read != block.epoch || word->reader == here.thread ? here.thread : kSeveral;
@@ -129,12 +128,12 @@ void write_shared(void *target, int bytes, const char *file, int line) {
     count(target, {file, line, "store_shared", bytes});
 }
 
-void copy(void *target, const void *source, const char *file, int line) {
-    write_words(target, 16, kUnderWay);
-    memset(target, 0xff, 16);
-    count(target, {file, line, "copy_async_to", 16});
-    use_global(source, 16, "copy_async_from", file, line);
-    machine.current->open.push_back({target, source});
+void copy(void *target, const void *source, int bytes, const char *file, int line) {
+    write_words(target, bytes, kUnderWay);
+    memset(target, 0xff, bytes);
+    count(target, {file, line, "copy_async_to", bytes});
+    if (source) use_global(source, bytes, "copy_async_from", file, line);
+    machine.current->open.push_back({target, source, bytes});
 }
 
 void commit() {
@@ -147,9 +146,12 @@ void wait(int pending) {
     auto &groups = machine.current->groups;
     while (int(groups.size()) > pending) {
         for (const Copy &copy : groups.front()) {
-            memcpy(copy.target, copy.source, 16);
-            Word *const words = words_at(copy.target, 16);
-            for (Word *word = words; word < words + 4; word++) word->written = machine.current->home->epoch;
+            if (copy.source)
+                memcpy(copy.target, copy.source, copy.bytes);
+            else
+                memset(copy.target, 0, copy.bytes);
+            Word *const words = words_at(copy.target, copy.bytes);
+            for (Word *word = words; word < words + copy.bytes / 4; word++) word->written = machine.current->home->epoch;
         }
         groups.erase(groups.begin());
     }
