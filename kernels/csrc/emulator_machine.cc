@@ -115,6 +115,7 @@ static void start_block(Block &block, int number) {
     block.ticket = {};
     block.warps = std::vector<Warp>((machine.threads + 31) / 32);
     memset(block.memory.get(), 0xff, block_bytes());
+    block.words.assign(block_bytes() / 4, Word());
     for (int thread = 0; thread < machine.threads; thread++) {
         Fiber &fiber = block.fibers[thread];
         Warp &warp = block.warps[thread / 32];
@@ -165,7 +166,6 @@ int run(void (*kernel)(const void *), const void *arguments, dim3 grid, int thre
         if (started == blocks) break;
         if (int(block.fibers.size()) < threads) block.fibers.resize(threads);
         block.memory.reset(static_cast<unsigned char *>(aligned_alloc(128, block_bytes())));
-        block.words.resize(block_bytes() / 4);
         start_block(block, started++);
     }
     while (ended < blocks && machine.fault.empty()) {
