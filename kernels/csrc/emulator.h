@@ -1,17 +1,17 @@
 // The names of hardware.cuh for g++: the kernels' own sources run on one CPU thread, a few blocks at once.
 //
-// Every CUDA thread is a fiber (emulator_machine.cc); which of them goes on where several can is random, from a seed. What
-// the hardware would silently get wrong is a fault: the launch stops and returns GPTQKIT_FAULT. Faults are
+// Every CUDA thread is a fiber (emulator_machine.cc); which of them goes on where several can is random, from a seed.
+// What the hardware would silently get wrong is a fault: the launch stops and returns GPTQKIT_FAULT. Faults are
 //   - races within a block, found whatever the order was, uses of what a copy under way brings, and accesses outside
 //     shared memory (emulator_memory.cc); what nobody has written there is NaN;
 //   - floats that blocks leave for each other without the barriers and fences that this takes (emulator_memory.cc);
 //   - lanes of one warp that meet in different collectives, threads that wait for others that are gone, misaligned
 //     accesses, copies under way at the end of a kernel;
-//   - what writes to the guard zone behind dynamic shared memory, for accesses that bypass the functions below.
+//   - writes to the guard zone behind dynamic shared memory, for accesses that bypass the functions below.
 // Bank conflicts and the sectors of global memory are counted where that is asked for: gptqkit_emulator_traffic.
 // Not seen: speed, races in global memory other than on those floats, rounding inside an instruction of the tensor
-// cores: sums are float64 here, cut off once at the end, towards zero as the hardware does (Fasi et al. 2021, "Numerical
-// behavior of NVIDIA tensor cores").
+// cores: sums are float64 here, cut off once at the end, towards zero as the hardware does (Fasi et al. 2021,
+// "Numerical behavior of NVIDIA tensor cores").
 #pragma once
 
 #include <cmath>

@@ -1,17 +1,18 @@
-// What the emulator watches in memory: races, visibility between blocks, and how many transfers the hardware would need.
+// What the emulator watches in memory: races, visibility between blocks, and how many transfers hardware would take.
 //
 // Within a block, time is counted in epochs, which barriers end. Shared memory is watched in words of four bytes: two
 // threads that use one word in one epoch, at least one writing, are a race, in whatever order they really came. (So
-// narrower variables of different threads must not share a word.) An asynchronous copy writes from its issue to its wait.
+// narrower variables of different threads must not share a word, and a warp's collectives order nothing.) An
+// asynchronous copy writes from its issue to its wait.
 //
-// A float that one block leaves for others may be read if between the two, in this order and each step by the same thread
-// as the one before or after a barrier from it, stand: a fence, a ticket of the writer's block, a later ticket of the
-// reader's block from the same place, a fence.
+// A float that one block leaves for others may be read if between the two, in this order and each step by the same
+// thread as the one before or after a barrier from it, stand: a fence, a ticket of the writer's block, a later ticket
+// of the reader's block from the same place, a fence.
 //
 // Traffic, where it is counted: the n-th accesses of a warp's lanes at one site are one instruction (where lanes skip
-// some of their turns, that is a guess). Shared memory has 32 banks of four bytes; a warp's 8-byte accesses are served by
-// halves and 16-byte ones by quarters, each as many times as some bank has different words to give. Global memory moves
-// in sectors of 32 bytes.
+// some of their turns, that is a guess). Shared memory has 32 banks of four bytes; a warp's 8-byte accesses are served
+// by halves and 16-byte ones by quarters, each as many times as some bank has different words to give. Global memory
+// moves in sectors of 32 bytes.
 #include "emulator_machine.h"
 
 #include <algorithm>
@@ -151,7 +152,8 @@ void wait(int pending) {
             else
                 memset(copy.target, 0, copy.bytes);
             Word *const words = words_at(copy.target, copy.bytes);
-            for (Word *word = words; word < words + copy.bytes / 4; word++) word->written = machine.current->home->epoch;
+            for (Word *word = words; word < words + copy.bytes / 4; word++)
+                word->written = machine.current->home->epoch;
         }
         groups.erase(groups.begin());
     }
