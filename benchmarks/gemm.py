@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from layers import random_layer
-from timing import clone_tensors, copies_past_cache, copy_bandwidth, describe, graph_time
+from timing import clone_tensors, copies_past_cache, copy_bandwidth, describe, find_gpu, graph_time
 
 from gptqkit.kernels.gemm import repack
 from gptqkit.kernels.launcher import launcher_for
@@ -141,9 +141,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600, help="start no further table after these (default 600)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the files")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("torch sees no NVIDIA GPU")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = find_gpu(parser)
     start = time.monotonic()
     copy = copy_bandwidth(device)
     report = {**describe(device), "copy_bytes_per_second": copy, "group_size": arguments.group_size, "tables": []}

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from decoder import Decoder, Sizes
 from layers import random_layer
-from timing import describe, graph_time
+from timing import describe, find_gpu, graph_time
 from torch import nn
 
 from gptqkit.kernels.cuda_backend import CudaLinear
@@ -74,9 +74,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10, help="start no further bit width after this (default 10)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for model.json")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("torch sees no NVIDIA GPU")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = find_gpu(parser)
     sizes = Sizes(layers=arguments.layers)
     begin = time.monotonic()
     report = {**describe(device), "layers": sizes.layers, "group_size": arguments.group_size, "context": CONTEXT}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,13 @@ import torch
 PAST_CACHE = 3
 
 LONGEST_GRAPH = 400
+
+
+def find_gpu(parser: argparse.ArgumentParser) -> torch.device:
+    """The current GPU; where there is none, the program ends."""
+    if not torch.cuda.is_available():
+        parser.error("torch sees no NVIDIA GPU")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def copies_past_cache(size: int, device: torch.device) -> int:

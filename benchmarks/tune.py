@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from layers import random_layer
-from timing import clone_tensors, copies_past_cache, describe, graph_time
+from timing import clone_tensors, copies_past_cache, describe, find_gpu, graph_time
 
 from gptqkit.kernels.gemm import repack
 from gptqkit.kernels.launcher import Launcher, launcher_for
@@ -30,6 +30,8 @@ FEW = (1, 8, 16)
 MANY = (32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024)
 BLOCKS = (1.0, 1.5, 2.0, 3.0, 4.0)
 LEAST = (256, 512, 1024)
+DENSE_SHAPES = ((8192, 28672), (28672, 8192), (4096, 4096))
+DENSE_ROWS = (512, 2048)
 DENSE_MEGABYTES = (16, 32, 64, 128, 512)
 FOLDER = Path(__file__).parent.parent / "kernels" / "devices"
 
@@ -74,7 +76,7 @@ def find_split(launcher: Launcher) -> tuple[float, int]:
 def find_dense_bytes(launcher: Launcher) -> int:
     """The best size of the dense weight's parts for 512 and 2048 rows of x, over wide and narrow layers."""
     loss = dict.fromkeys(DENSE_MEGABYTES, 0.0)
-    for shape, rows in itertools.product(((8192, 28672), (28672, 8192), (4096, 4096)), (512, 2048)):
+    for shape, rows in itertools.product(DENSE_SHAPES, DENSE_ROWS):
         weights = operands(shape, 4, launcher)
         x = torch.randn(rows, shape[1], dtype=torch.float16, device=launcher.device)
         for megabytes in DENSE_MEGABYTES:
@@ -108,10 +110,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="print the file instead of writing it")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("torch sees no NVIDIA GPU")
-    device = torch.device("cuda", torch.cuda.current_device())
-    name = torch.cuda.get_device_name(device)
+    device = find_gpu(parser)
+    measured = describe(device)
     launcher = launcher_for(device)
     blocks, least = find_split(launcher)
     launcher.tuning = constants(launcher, blocks_per_multiprocessor=blocks, least_inputs_per_block=least)
@@ -121,12 +121,12 @@ def main() -> None:
         "least_inputs_per_block": least,
         "crossover": {str(bits): find_crossover(launcher, bits) for bits in BITS},
         "dense_bytes": launcher.tuning.dense_bytes,
-        "measured": describe(device),
+        "measured": measured,
     }
     text = json.dumps(content, indent=2) + "\n"
     print(text)
     if not arguments.dry_run:
-        (FOLDER / file_name(name)).write_text(text)
+        (FOLDER / file_name(str(measured["device"]))).write_text(text)
 
 
 if __name__ == "__main__":

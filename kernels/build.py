@@ -127,17 +127,37 @@ def check(architectures: Sequence[str] = ARCHITECTURES) -> list[KernelReport]:
         BuildError: There is no nvcc, a source does not compile, or a gemm kernel lacks an instruction that it is made
             of (looked for where cuobjdump is found).
     """
-    nvcc = _need_nvcc()
-    codes = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in known_architectures(nvcc, architectures)]
     reports = []
     with tempfile.TemporaryDirectory() as folder:
         for source in _sources():
             compiled = Path(folder, source.stem + ".o")
-            said = _run([str(nvcc), *_DEVICE, *codes, "-Xptxas", "-v", "-c", str(source), "-o", str(compiled)])
-            reports += _read_ptxas(source.name, said)
-            if source.stem == "gemm":
+            reports += _read_ptxas(source.name, compile_object(source, compiled, architectures))
+            if source.stem == "gemm" and _find_cuobjdump() is not None:
                 _check_instructions(compiled)
     return reports
+
+
+def compile_object(source: Path, target: Path, architectures: Sequence[str] = ARCHITECTURES) -> str:
+    """Compile one source into the object file `target`; what ptxas says of its kernels.
+
+    Raises:
+        BuildError: There is no nvcc, or it refuses the source.
+    """
+    nvcc = _need_nvcc()
+    codes = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in known_architectures(nvcc, architectures)]
+    return _run([str(nvcc), *_DEVICE, *codes, "-Xptxas", "-v", "-c", str(source), "-o", str(target)])
+
+
+def disassemble(compiled: Path) -> list[str]:
+    """The machine code of each kernel of an object file; a text begins with the kernel's mangled name.
+
+    Raises:
+        BuildError: There is no cuobjdump.
+    """
+    tool = _find_cuobjdump()
+    if tool is None:
+        raise BuildError("cuobjdump is neither on PATH nor beside nvcc nor in triton; install the CUDA toolkit's")
+    return re.split(r"^\s*Function : ", _run([str(tool), "-sass", str(compiled)]), flags=re.MULTILINE)[1:]
 
 
 def _read_ptxas(source: str, said: str) -> list[KernelReport]:
@@ -154,11 +174,7 @@ def _read_ptxas(source: str, said: str) -> list[KernelReport]:
 
 
 def _check_instructions(compiled: Path) -> None:
-    tool = _find_cuobjdump()
-    if tool is None:
-        return
-    kernels = re.split(r"^\s*Function : ", _run([str(tool), "-sass", str(compiled)]), flags=re.MULTILINE)[1:]
-    for text in kernels:
+    for text in disassemble(compiled):
         missing = [instruction for instruction in _EXPECTED if instruction not in text]
         if missing:
             raise BuildError(f"{text.split(maxsplit=1)[0]} has no {' and no '.join(missing)}")

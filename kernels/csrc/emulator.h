@@ -119,14 +119,20 @@ inline uint16_t float_to_half(float value) {
 #define blockIdx (emulator::here.block)
 #define gridDim (emulator::here.grid)
 
-template <class T> float to_float(uint16_t bits);
-template <> inline float to_float<Float16>(uint16_t bits) { return emulator::half_to_float(bits); }
-template <> inline float to_float<BFloat16>(uint16_t bits) {
-    const uint32_t word = uint32_t(bits) << 16;
+inline float float_from_bits(uint32_t bits) {
     float value;
-    memcpy(&value, &word, 4);
+    memcpy(&value, &bits, 4);
     return value;
 }
+inline uint32_t bits_of_float(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+template <class T> float to_float(uint16_t bits);
+template <> inline float to_float<Float16>(uint16_t bits) { return emulator::half_to_float(bits); }
+template <> inline float to_float<BFloat16>(uint16_t bits) { return float_from_bits(uint32_t(bits) << 16); }
 
 template <class T> uint16_t from_float(float value);
 template <> inline uint16_t from_float<Float16>(float value) { return emulator::float_to_half(value); }
@@ -141,6 +147,13 @@ template <class T> uint32_t pair_from_floats(float low, float high) {
 }
 
 inline uint32_t and_or(uint32_t word, uint32_t mask, uint32_t bits) { return (word & mask) | bits; }
+
+inline uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+    const uint64_t both = a | uint64_t(b) << 32;
+    uint32_t result = 0;
+    for (int byte = 0; byte < 4; byte++) result |= uint32_t(both >> 8 * (selector >> 4 * byte & 7) & 0xff) << 8 * byte;
+    return result;
+}
 
 template <class T> uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t result = 0;
@@ -179,6 +192,9 @@ inline float load_from_blocks(const float *source, SITE) {
 }
 
 inline void copy_async(void *target, const void *source, SITE) { emulator::copy(target, source, 16, file, line); }
+inline void copy_async_or_zero(void *target, const void *source, int bytes, SITE) {
+    emulator::copy(target, bytes ? source : nullptr, 8, file, line);
+}
 inline void copy_commit() { emulator::commit(); }
 template <int PENDING> void copy_wait() { emulator::wait(PENDING); }
 

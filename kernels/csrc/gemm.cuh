@@ -23,9 +23,9 @@ template <int BITS> struct GridWords {
 
     // Element 2i + h, for 0 <= i < 4 and 0 <= h < 2.
     DEVICE float scale_at(int i, int h) const { return to_float<Float16>(uint16_t(scale[i] >> 16 * h)); }
-    DEVICE float zero_at(int i, int h) const {
+    DEVICE uint32_t zero_at(int i, int h) const {
         constexpr int pairs = 16 / kZeroBits<BITS>; // of a word
-        return float(zero_of<BITS>(zero[i / pairs] >> 2 * kZeroBits<BITS> * (i % pairs), h));
+        return zero_of<BITS>(zero[i / pairs] >> 2 * kZeroBits<BITS> * (i % pairs), h);
     }
 };
 

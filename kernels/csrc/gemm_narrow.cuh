@@ -3,15 +3,15 @@
 // Formula. Within a group every product shares scale and zero, so they are applied once per group, to float32 sums,
 //     and after 128 inputs at the latest:
 //     y += scale * (sum_k code_k x_k - zero * sum_k x_k)
-//     The operands are base + code * 2^place in `unit`s (fragments.cuh); sum_k x_k comes from the same tensor cores
-//     with an operand of ones, so asymmetric grids cost what symmetric ones cost and no product zero * scale is ever
-//     rounded.
+//     The operands are base + code * 2^place in `unit`s (fragments.cuh): the zero is taken for what it would be as an
+//     operand, and the powers of two go at the very end. sum_k x_k comes from the same tensor cores with an operand of
+//     ones, so asymmetric grids cost what symmetric ones cost and no product zero * scale is ever rounded.
 // Operands. W is the 16-row operand of the tensor cores and x the 8-column one: one token wastes 7/8 of idle cores
 //     instead of 15/16. Layouts: layout.cuh; x [M, K] rows ldx apart; y [M, N].
 // Grid (token tiles of 8 * TOKENS, split, column tiles of 64), block of 8 or 4 warps. The units of a column tile are
-//     dealt to the warps of its blocks in contiguous runs. Each thread copies its own vectors of the weight into a
-//     ring in shared memory and reads back only its own: the loop has no barrier. Token tiles are the fastest index:
-//     they share the weight in L2.
+//     dealt to the warps of its blocks in contiguous runs. Each thread copies its own pieces of the weight and of x into
+//     a ring in shared memory and reads back only its own: the loop has no barrier and waits for nothing that was not
+//     asked for two or three units earlier. Token tiles are the fastest index: they share the weight in L2.
 // Preconditions, checked by gptqkit_gemm: M >= 1, K a multiple of 32, x 16-byte aligned with ldx a multiple of 8;
 //     `group` a multiple of 16, of 64 unless FINE; tickets 0.
 // Numerics: products of 16-bit operands are exact in the float32 sums; the sums of a group, the scaled sums, the parts
@@ -27,8 +27,10 @@
 template <int BITS, int TOKENS> constexpr int kNarrowWarps = TOKENS == 1 && BITS < 8 ? 8 : 4;
 template <int BITS, int TOKENS> constexpr int kNarrowBlocks = (TOKENS == 1) == (BITS == 8) ? 3 : 2;
 template <int BITS> constexpr int kNarrowStages = BITS == 8 ? 3 : 4;
-template <int BITS, int TOKENS> constexpr int kNarrowRingBytes =
+template <int BITS, int TOKENS> constexpr int kNarrowCodeBytes =
     kNarrowStages<BITS> * BITS * kNarrowWarps<BITS, TOKENS> * kLanes * 16;
+template <int BITS, int TOKENS> constexpr int kNarrowRingBytes =
+    kNarrowCodeBytes<BITS, TOKENS> + kNarrowStages<BITS> * kSteps * TOKENS * kNarrowWarps<BITS, TOKENS> * kLanes * 8;
 
 template <class T, int BITS, int TOKENS, bool FINE>
 KERNEL(kNarrowWarps<BITS, TOKENS> *kLanes, kNarrowBlocks<BITS, TOKENS>)
@@ -44,6 +46,16 @@ gemm_narrow(const GemmArguments a) {
 
     const uint4 *source = a.weight + (int64_t(tile) * a.units + first) * BITS * kLanes + lane;
     uint4 *const slots = ring + thread;
+    // Tokens beyond M are zeros: their columns of y are never stored.
+    uint2 *const x_slots = reinterpret_cast<uint2 *>(ring + kNarrowCodeBytes<BITS, TOKENS> / 16) + thread;
+    const uint16_t *x_source[TOKENS];
+    int x_bytes[TOKENS];
+#pragma unroll
+    for (int m = 0; m < TOKENS; m++) {
+        const int token = token0 + 8 * m + c;
+        x_source[m] = a.x + (token < a.m ? token : 0) * a.ldx + first * kTile + 4 * t;
+        x_bytes[m] = token < a.m ? 8 : 0;
+    }
     int unit_to_copy = first, stage_to_copy = 0, stage = 0;
     auto copy_next = [&] {
         if (unit_to_copy < end) {
@@ -51,19 +63,20 @@ gemm_narrow(const GemmArguments a) {
             for (int v = 0; v < BITS; v++)
                 copy_async(slots + (stage_to_copy * BITS + v) * kThreads, source + v * kLanes);
             source += BITS * kLanes;
+            const bool whole = unit_to_copy * kTile + kTile / 2 < a.k; // K is a multiple of half a unit
+#pragma unroll
+            for (int m = 0; m < TOKENS; m++) {
+#pragma unroll
+                for (int j = 0; j < kSteps; j++)
+                    copy_async_or_zero(x_slots + ((stage_to_copy * TOKENS + m) * kSteps + j) * kThreads,
+                                       x_source[m] + kStep * j, j < kSteps / 2 || whole ? x_bytes[m] : 0);
+                x_source[m] += kTile;
+            }
         }
         copy_commit(); // an empty group at the end keeps the count of groups
         unit_to_copy++;
         stage_to_copy = stage_to_copy + 1 == kStages ? 0 : stage_to_copy + 1;
     };
-
-    // Tokens beyond M read the last one's row: their columns of y are never stored.
-    const uint16_t *rows[TOKENS];
-#pragma unroll
-    for (int m = 0; m < TOKENS; m++) {
-        const int token = token0 + 8 * m + c;
-        rows[m] = a.x + (token < a.m ? token : a.m - 1) * a.ldx + 4 * t;
-    }
 
     float total[4][TOKENS][4] = {}, sum[4][TOKENS][4] = {}, sum_x[TOKENS][4] = {};
     const uint32_t ones[4] = {kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>};
@@ -76,10 +89,8 @@ gemm_narrow(const GemmArguments a) {
         for (int i = 0; i < 4; i++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                constexpr float base = Operands::base, unit = Operands::unit;
-                const float up = float(1 << Operands::place(i, h));
-                const float scale = grid.scale_at(i, h) * (1 / (unit * up));
-                const float zero = grid.zero_at(i, h) * (unit * up) + base;
+                const float scale = grid.scale_at(i, h);
+                const float zero = Operands::value(grid.zero_at(i, h), Operands::place(i, h));
 #pragma unroll
                 for (int m = 0; m < TOKENS; m++)
 #pragma unroll
@@ -99,14 +110,6 @@ gemm_narrow(const GemmArguments a) {
 #pragma unroll
     for (int s = 0; s < kStages - 1; s++) copy_next();
     for (int unit = first; unit < end; unit++) {
-        uint2 x[kSteps][TOKENS];
-#pragma unroll
-        for (int j = 0; j < kSteps; j++)
-#pragma unroll
-            for (int m = 0; m < TOKENS; m++) {
-                const int k = unit * kTile + kStep * j;
-                x[j][m] = k < a.k ? load_constant(reinterpret_cast<const uint2 *>(rows[m] + k)) : uint2{0, 0};
-            }
         copy_wait<kStages - 2>();
         copy_next(); // into the stage of the unit before this one
         uint32_t word[4 * BITS];
@@ -115,6 +118,7 @@ gemm_narrow(const GemmArguments a) {
             const uint4 vector = load_shared(slots + (stage * BITS + v) * kThreads);
             word[4 * v] = vector.x, word[4 * v + 1] = vector.y, word[4 * v + 2] = vector.z, word[4 * v + 3] = vector.w;
         }
+        const uint2 *const x_here = x_slots + stage * TOKENS * kSteps * kThreads;
         stage = stage + 1 == kStages ? 0 : stage + 1;
 #pragma unroll
         for (int j = 0; j < kSteps; j++) {
@@ -122,7 +126,8 @@ gemm_narrow(const GemmArguments a) {
             Operands::operands(word + j * BITS, w);
 #pragma unroll
             for (int m = 0; m < TOKENS; m++) {
-                const uint32_t tokens[2] = {x[j][m].x, x[j][m].y};
+                const uint2 x = load_shared(x_here + (m * kSteps + j) * kThreads);
+                const uint32_t tokens[2] = {x.x, x.y};
                 multiply_add<T>(sum_x[m], ones, tokens);
 #pragma unroll
                 for (int i = 0; i < 4; i++) multiply_add<T>(sum[i][m], w[i], tokens);
@@ -146,10 +151,11 @@ gemm_narrow(const GemmArguments a) {
 #pragma unroll
         for (int m = 0; m < TOKENS; m++)
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                store_shared(
-                    sums + sum_place<8 * TOKENS, kTile>(warp, 8 * m + 2 * t + (e & 1), 16 * i + 8 * (e >> 1) + c),
-                    total[i][m][e]);
+            for (int e = 0; e < 4; e++) {
+                const float step = Operands::unit * (1 << Operands::place(i, e >> 1));
+                const int token = 8 * m + 2 * t + (e & 1), column = 16 * i + 8 * (e >> 1) + c;
+                store_shared(sums + sum_place<8 * TOKENS, kTile>(warp, token, column), total[i][m][e] * (1 / step));
+            }
     block_barrier();
     store_tile<T, kWarps, 8 * TOKENS, kTile, kThreads>(sums, a);
 }

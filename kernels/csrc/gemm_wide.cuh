@@ -1,9 +1,7 @@
 // y = x WT + bias for more than 16 tokens: bound by reading the weight up to about 64, then by the tensor cores.
 //
 // Formula. Operands are dequantized in registers, (code - zero) * scale rounded once to the dtype: the weight that
-//     gptqkit_dequantize gives, so y is what a dense gemm with it computes. float16 takes two instructions per operand;
-//     bfloat16, which has no room for a float16 scale, goes through float32 in five. Four or eight multiplications per
-//     operand pay for them.
+//     gptqkit_dequantize gives, so y is what a dense gemm with it computes (weights.cuh).
 // Operands. As in gemm_narrow.cuh: W is the 16-row operand, x the 8-column one.
 // Grid (token tiles of 8 * TOKENS, split, column tiles of 256), block of 4 warps, one per 64 columns. The units are
 //     dealt to the blocks of a column tile in contiguous runs. Per unit a block copies 64 inputs of all its tokens to
@@ -15,7 +13,7 @@
 //     order; y is rounded once.
 #pragma once
 
-#include "gemm.cuh"
+#include "weights.cuh"
 
 constexpr int kWideWarps = 4;
 constexpr int kWideColumns = kWideWarps * kTile;
@@ -25,38 +23,7 @@ template <int BITS> constexpr int kWideWeightBytes = kWideStages<BITS> * BITS * 
 template <int BITS, int TOKENS> constexpr int kWideRingBytes =
     kWideWeightBytes<BITS> + kWideStages<BITS> * 8 * TOKENS * kTokenRow;
 
-// The grid of one column and group, ready for pairs of operands = base + code / down: they become weights, rounded once.
-template <class T> struct ColumnGrid;
-
-template <> struct ColumnGrid<Float16> {
-    uint32_t scale, shift; // pairs: operand * down + shift = code - zero, exactly
-
-    template <int BITS> DEVICE void open(const GridWords<BITS> &grid, int i, int h, float base, float down) {
-        scale = (grid.scale[i] >> 16 * h & 0xffff) * 0x00010001u;
-        shift = from_float<Float16>(-base * down - grid.zero_at(i, h)) * 0x00010001u;
-    }
-    DEVICE uint32_t weights(uint32_t pair, float down) const {
-        constexpr uint32_t minus_zero = 0x80008000;
-        const uint32_t step = from_float<Float16>(down) * 0x00010001u;
-        return pair_fma<Float16>(pair_fma<Float16>(pair, step, shift), scale, minus_zero);
-    }
-};
-
-template <> struct ColumnGrid<BFloat16> {
-    float scale, shift; // operand * scale + shift = weight, all three exact: at most nine bits times eleven
-
-    template <int BITS> DEVICE void open(const GridWords<BITS> &grid, int i, int h, float base, float down) {
-        scale = grid.scale_at(i, h) * down;
-        shift = -(base * down + grid.zero_at(i, h)) * grid.scale_at(i, h);
-    }
-    DEVICE uint32_t weights(uint32_t pair, float) const {
-        return pair_from_floats<BFloat16>(fmaf(to_float<BFloat16>(uint16_t(pair)), scale, shift),
-                                          fmaf(to_float<BFloat16>(uint16_t(pair >> 16)), scale, shift));
-    }
-};
-
 template <class T, int BITS, int TOKENS> KERNEL(kWideWarps *kLanes, 2) gemm_wide(const GemmArguments a) {
-    using Operands = Fragments<T, BITS, true>;
     constexpr int kThreads = kWideWarps * kLanes, kStages = kWideStages<BITS>;
     // Of 16 bytes: in a row of tokens, for every thread.
     constexpr int kPieces = kTile * 2 / 16, kCopies = 8 * TOKENS * kPieces / kThreads;
@@ -102,21 +69,10 @@ template <class T, int BITS, int TOKENS> KERNEL(kWideWarps *kLanes, 2) gemm_wide
     const int group_steps = a.group / kStep, groups = (a.k + a.group - 1) / a.group;
     int group = first * kTile / a.group, steps_left = (group + 1) * group_steps - first * kSteps;
     GridWords<BITS> grid = load_grid<BITS>(a, group < groups ? group : groups - 1, tile, c);
-    ColumnGrid<T> columns[4][2];
+    Weights<T, BITS> weights;
     auto open_group = [&] {
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-                columns[i][h].open(grid, i, h, Operands::base, 1.f / (1 << Operands::place(i, h)));
+        weights.open(grid);
         if (++group < groups) grid = load_grid<BITS>(a, group, tile, c); // for the next time
-    };
-    auto dequantize = [&](uint32_t (&w)[4][4]) {
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-#pragma unroll
-            for (int r = 0; r < 4; r++)
-                w[i][r] = columns[i][r & 1].weights(w[i][r], 1.f / (1 << Operands::place(i, r & 1)));
     };
 
     float total[4][TOKENS][4] = {};
@@ -143,8 +99,7 @@ template <class T, int BITS, int TOKENS> KERNEL(kWideWarps *kLanes, 2) gemm_wide
             }
             steps_left--;
             uint32_t w[4][4];
-            Operands::operands(word + j * BITS, w);
-            dequantize(w);
+            weights.make(word + j * BITS, w);
 #pragma unroll
             for (int m = 0; m < TOKENS; m++) {
                 const uint2 x =

@@ -71,6 +71,13 @@ DEVICE uint32_t and_or(uint32_t word, uint32_t mask, uint32_t bits) {
     return result;
 }
 
+// Four bytes of a (numbers 0 to 3) and b (4 to 7), one per hex digit of `selector`, the lowest digit first.
+DEVICE uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+
+// A float from its bits and back.
+DEVICE float float_from_bits(uint32_t bits) { return __uint_as_float(bits); }
+DEVICE uint32_t bits_of_float(float value) { return __float_as_uint(value); }
+
 // a * b + c of two pairs, rounded once; subnormals are kept.
 template <class T> DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c);
 template <> DEVICE uint32_t pair_fma<Float16>(uint32_t a, uint32_t b, uint32_t c) {
@@ -103,6 +110,12 @@ DEVICE float load_from_blocks(const float *source) { return __ldcg(source); }
 DEVICE void copy_async(void *target, const void *source) {
     const uint32_t address = uint32_t(__cvta_generic_to_shared(target));
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(address), "l"(source) : "memory");
+}
+// Eight bytes likewise, by way of the first cache, where other warps may find them; zeros instead where `bytes` is 0 and
+// not 8: then the source is not read.
+DEVICE void copy_async_or_zero(void *target, const void *source, int bytes) {
+    const uint32_t address = uint32_t(__cvta_generic_to_shared(target));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(address), "l"(source), "r"(bytes) : "memory");
 }
 // Closes the thread's group of copies; groups arrive in order.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -74,6 +74,21 @@ def test_float16_scales_are_exact_beside_bfloat16_activations(kernels: Kernels, 
     np.testing.assert_array_equal(kernels.gemm(layer, x), expected)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16])
+@pytest.mark.parametrize("zeros", ["random", "least", "most"])
+def test_many_tokens_meet_the_weight_that_is_rounded_once(kernels: Kernels, bits: int, dtype: int, zeros: str) -> None:
+    # Unit inputs read it off. Scales are any positive float16, subnormal ones too, for which no weight overflows.
+    n, k, group = 320, 96, 16
+    scales = np.random.default_rng(bits).integers(1, 0x5BF0, (k // group, n)).astype(np.uint16).view(np.float16)
+    zero = {"random": "random", "least": 0, "most": 1 << bits}[zeros]
+    offset = 0 if zeros == "least" else 1
+    layer = Layer(kernels, bits=bits, dtype=dtype, n=n, k=k, group=group, zeros=zero, zero_offset=offset, scales=scales)
+    x = aligned((k, k), np.uint16, to_bits(np.eye(k), dtype))
+    expected = from_bits(to_bits(layer.exact, dtype), dtype).T
+    np.testing.assert_array_equal(from_bits(kernels.gemm(layer, x), dtype), expected)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16])
 def test_long_groups_lose_nothing_where_activations_are_not_centred(kernels: Kernels, bits: int, dtype: int) -> None:
