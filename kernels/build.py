@@ -96,7 +96,7 @@ def build(target: Path, architectures: Sequence[str] = ARCHITECTURES) -> None:
 
 
 def build_emulator(target: Path, flags: Sequence[str] = ("-O1",), sources: Path = SOURCES) -> None:
-    """Compile the same sources with g++ and `csrc/emulator.h`: for tests.
+    """Compile the same sources with g++ and the emulator in them, `csrc/emulator*`: for tests.
 
     Args:
         target: The shared library to write; its folder is made if need be.
@@ -116,7 +116,7 @@ def build_emulator(target: Path, flags: Sequence[str] = ("-O1",), sources: Path 
             return compiled
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(compile_one, sorted(sources.glob("*.cu"))))
+            objects = list(pool.map(compile_one, sorted([*sources.glob("*.cu"), *sources.glob("*.cc")])))
         _run([*command, "-shared", *objects, "-o", str(target)])
 
 

@@ -19,8 +19,3 @@ GPTQKIT_API const char *gptqkit_error(int code) {
 }
 
 GPTQKIT_API int gptqkit_versions(int *driver, int *built) { return runtime_versions(driver, built); }
-
-#ifdef GPTQKIT_EMULATOR
-// Which order the emulator's threads run in.
-GPTQKIT_API void gptqkit_emulator_seed(unsigned seed) { emulator::machine.random = seed; }
-#endif

@@ -56,7 +56,7 @@ template <class T, int BITS> KERNEL(kWarps *kLanes, 1) dequantize(DequantizeArgu
                     out[r] = pair_from_floats<T>((float(codes & 0xffff) - zero) * scale,
                                                  (float(codes >> 16) - zero) * scale);
                 }
-                *reinterpret_cast<uint2 *>(a.dense + int64_t(row) * a.k + k) = uint2{out[0], out[1]};
+                store_global(reinterpret_cast<uint2 *>(a.dense + int64_t(row) * a.k + k), uint2{out[0], out[1]});
             }
     }
 }

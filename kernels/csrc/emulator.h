@@ -1,34 +1,31 @@
-// The names of hardware.cuh for g++: one CUDA block at a time on one CPU thread.
+// The names of hardware.cuh for g++: the kernels' own sources run on one CPU thread, a few blocks at once.
 //
-// Every CUDA thread is a fiber. Collectives of a warp and barriers of a block are meeting points; which of the fibers
-// that can go on does so is random, from a seed. What the hardware would silently get wrong is made visible:
-//   - shared memory starts as NaN; the target of an asynchronous copy is NaN from its issue to the matching wait;
+// Every CUDA thread is a fiber (emulator_machine.cc); which of them goes on where several can is random, from a seed.
+// What the hardware would silently get wrong is a fault: the launch stops and returns GPTQKIT_FAULT. Faults are
+//   - races within a block, found whatever the order was, uses of what a copy under way brings, and accesses outside
+//     shared memory (emulator_memory.cc); what nobody has written there is NaN;
+//   - floats that blocks leave for each other without the barriers and fences that this takes (emulator_memory.cc);
 //   - lanes of one warp that meet in different collectives, threads that wait for others that are gone, misaligned
-//     copies and copies under way at the end of a kernel are faults: the launch stops and returns GPTQKIT_FAULT;
-//   - behind dynamic shared memory lies a guard zone: reading it gives NaN, writing it is a fault.
-// Not seen: races between blocks (they run one after another), speed, bank conflicts, rounding inside an instruction of
-// the tensor cores: sums are float64 here, cut off once at the end, towards zero as the hardware does (Fasi et al. 2021,
+//     accesses, copies under way at the end of a kernel;
+//   - writes to the guard zone behind dynamic shared memory, for accesses that bypass the functions below.
+// Bank conflicts and the sectors of global memory are counted where that is asked for: gptqkit_emulator_traffic.
+// Not seen: speed, races in global memory other than on those floats, rounding inside an instruction of the tensor
+// cores: sums are float64 here, cut off once at the end, towards zero as the hardware does (Fasi et al. 2021,
 // "Numerical behavior of NVIDIA tensor cores").
 #pragma once
 
-#include <ucontext.h>
-
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "api.h"
 
 #define DEVICE inline
 #define KERNEL(...) void
-#define SHARED static
-#define DYNAMIC_SHARED(type, name) type *const name = reinterpret_cast<type *>(emulator::machine.shared)
+#define STATIC_SHARED(type, name)                                                                                      \
+    static const char name##_tag = 0;                                                                                  \
+    type *const name = static_cast<type *>(emulator::static_shared(&name##_tag, sizeof(type)))
+#define DYNAMIC_SHARED(type, name) type *const name = reinterpret_cast<type *>(emulator::here.dynamic_shared)
 
 struct dim3 {
     unsigned x, y, z;
@@ -44,129 +41,44 @@ struct alignas(16) uint4 {
 struct Float16 {};
 struct BFloat16 {};
 
+// What the names below ask of the machine: emulator_machine.cc and emulator_memory.cc.
 namespace emulator {
 
-constexpr int kGuard = 16 * 1024; // bytes
-
-enum class Meeting { none, barrier, multiply_add };
-
-struct Copy {
-    void *target;
-    const void *source; // null: zeros
-    int bytes;
-};
-
-struct Fiber;
-
-struct Warp {
-    int lanes = 0;
-    Meeting meeting = Meeting::none;
-    std::vector<Fiber *> waiting;
+// A warp's operands of the tensor cores.
+struct Tiles {
     uint32_t a[32][4], b[32][2];
     float d[32][4];
 };
 
-struct Fiber {
-    ucontext_t context;
-    std::vector<char> stack = std::vector<char>(64 * 1024);
-    int thread = 0, lane = 0;
-    Warp *warp = nullptr;
-    std::vector<Copy> open;                // copies since the last commit
-    std::vector<std::vector<Copy>> groups; // committed, oldest first
+// Where the running thread is.
+struct Here {
+    int thread;
+    dim3 block, grid;
+    unsigned char *dynamic_shared;
+    Tiles *tiles;
 };
+extern Here here;
 
-struct Machine {
-    ucontext_t scheduler;
-    Fiber *current = nullptr;
-    std::function<void()> body;
-    dim3 grid, block;
-    int threads = 0, alive = 0;
-    unsigned char *shared = nullptr;
-    std::vector<Fiber *> runnable, at_barrier;
-    uint32_t random = 1;
-    std::string fault;
-
-    uint32_t draw(uint32_t below) {
-        random = random * 1664525u + 1013904223u;
-        return (random >> 8) % below;
-    }
-};
-inline Machine machine;
-
-// Gives the CPU back; the fiber goes on when somebody has made it runnable.
-inline void pause() { swapcontext(&machine.current->context, &machine.scheduler); }
-
-// Keeps the first fault; the launch ends with it.
-inline void note_fault(const char *what) {
-    if (machine.fault.empty())
-        machine.fault = std::string("emulator: ") + what + ", block (" + std::to_string(machine.block.x) + ", " +
-                        std::to_string(machine.block.y) + ", " + std::to_string(machine.block.z) + "), thread " +
-                        std::to_string(machine.current->thread);
-}
-
-[[noreturn]] inline void fault(const char *what) {
-    note_fault(what);
-    for (;;) pause();
-}
-
-inline void wake(std::vector<Fiber *> &fibers) {
-    machine.runnable.insert(machine.runnable.end(), fibers.begin(), fibers.end());
-    fibers.clear();
-}
+int run(void (*kernel)(const void *), const void *arguments, dim3 grid, int threads, int dynamic_bytes);
+const char *fault_text();
 
 // The lanes of a warp meet; the last one computes for all.
-inline void meet(Meeting meeting, void (*compute)(Warp &)) {
-    Warp &warp = *machine.current->warp;
-    if (!warp.waiting.empty() && warp.meeting != meeting) fault("lanes of one warp met in different collectives");
-    warp.meeting = meeting;
-    warp.waiting.push_back(machine.current);
-    if (int(warp.waiting.size()) == warp.lanes) {
-        compute(warp);
-        wake(warp.waiting);
-    }
-    pause();
-}
+void meet(void (*compute)(Tiles &));
+void barrier();
+void fence();
+int take_ticket(int *place, int value);
 
-inline void run_fiber() {
-    machine.body();
-    for (const auto &group : machine.current->groups)
-        if (!group.empty()) fault("an asynchronous copy is under way at the end of the kernel");
-    if (!machine.current->open.empty()) fault("an asynchronous copy was never committed");
-    machine.alive--;
-    for (;;) pause();
-}
-
-inline void run_block(std::vector<Fiber> &fibers) {
-    std::vector<Warp> warps((machine.threads + 31) / 32);
-    machine.runnable.clear();
-    machine.at_barrier.clear();
-    for (int thread = 0; thread < machine.threads; thread++) {
-        Fiber &fiber = fibers[thread];
-        fiber.thread = thread;
-        fiber.lane = thread % 32;
-        fiber.warp = &warps[thread / 32];
-        fiber.warp->lanes++;
-        fiber.open.clear();
-        fiber.groups.clear();
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
-        fiber.context.uc_stack.ss_size = fiber.stack.size();
-        fiber.context.uc_link = nullptr;
-        makecontext(&fiber.context, run_fiber, 0);
-        machine.runnable.push_back(&fiber);
-    }
-    machine.alive = machine.threads;
-    while (machine.alive && machine.fault.empty()) {
-        if (machine.runnable.empty()) {
-            note_fault("threads wait for others that do not come");
-            return;
-        }
-        std::swap(machine.runnable[machine.draw(machine.runnable.size())], machine.runnable.back());
-        machine.current = machine.runnable.back();
-        machine.runnable.pop_back();
-        swapcontext(&machine.scheduler, &machine.current->context);
-    }
-}
+// To be called before the access; `function` is its name here, `file` and `line` say where the kernel makes it.
+void read_shared(const void *source, int bytes, const char *file, int line);
+void write_shared(void *target, int bytes, const char *file, int line);
+void read_message(const float *source, const char *file, int line);
+void write_message(float *target, const char *file, int line);
+void use_global(const void *address, int bytes, const char *function, const char *file, int line);
+// From issue to `wait`, which leaves the thread's last `pending` groups; a null source gives zeros.
+void copy(void *target, const void *source, int bytes, const char *file, int line);
+void commit();
+void wait(int pending);
+void *static_shared(const void *tag, int bytes);
 
 inline float half_to_float(uint16_t bits) {
     const uint32_t sign = uint32_t(bits & 0x8000) << 16, exponent = bits >> 10 & 31, mantissa = bits & 1023;
@@ -203,9 +115,9 @@ inline uint16_t float_to_half(float value) {
 
 } // namespace emulator
 
-#define threadIdx (dim3(emulator::machine.current->thread, 0, 0))
-#define blockIdx emulator::machine.block
-#define gridDim emulator::machine.grid
+#define threadIdx (dim3(emulator::here.thread, 0, 0))
+#define blockIdx (emulator::here.block)
+#define gridDim (emulator::here.grid)
 
 inline float float_from_bits(uint32_t bits) {
     float value;
@@ -252,104 +164,75 @@ template <class T> uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {
     return result;
 }
 
-template <class V> V load_constant(const V *source) {
-    if (reinterpret_cast<uintptr_t>(source) % sizeof(V)) emulator::fault("a misaligned load");
+#define SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+
+template <class V> V load_shared(const V *source, SITE) {
+    emulator::read_shared(source, sizeof(V), file, line);
     return *source;
 }
-inline float load_shared_by_blocks(const float *source) { return *source; }
-
-namespace emulator {
-
-inline void start_copy(void *target, const void *source, int bytes) {
-    if (reinterpret_cast<uintptr_t>(target) % bytes || reinterpret_cast<uintptr_t>(source) % bytes)
-        fault("a misaligned copy");
-    memset(target, 0xff, bytes);
-    machine.current->open.push_back({target, source, bytes});
+template <class V> void store_shared(V *target, V value, SITE) {
+    emulator::write_shared(target, sizeof(V), file, line);
+    *target = value;
+}
+template <class V> V load_constant(const V *source, SITE) {
+    emulator::use_global(source, sizeof(V), "load_constant", file, line);
+    return *source;
+}
+template <class V> void store_global(V *target, V value, SITE) {
+    emulator::use_global(target, sizeof(V), "store_global", file, line);
+    *target = value;
+}
+inline void store_for_blocks(float *target, float value, SITE) {
+    emulator::write_message(target, file, line);
+    *target = value;
+}
+inline float load_from_blocks(const float *source, SITE) {
+    emulator::read_message(source, file, line);
+    return *source;
 }
 
-} // namespace emulator
-
-inline void copy_async(void *target, const void *source) { emulator::start_copy(target, source, 16); }
-inline void copy_async_or_zero(void *target, const void *source, int bytes) {
-    emulator::start_copy(target, bytes ? source : nullptr, 8);
+inline void copy_async(void *target, const void *source, SITE) { emulator::copy(target, source, 16, file, line); }
+inline void copy_async_or_zero(void *target, const void *source, int bytes, SITE) {
+    emulator::copy(target, bytes ? source : nullptr, 8, file, line);
 }
-inline void copy_commit() {
-    emulator::Fiber &fiber = *emulator::machine.current;
-    fiber.groups.push_back(std::move(fiber.open));
-    fiber.open.clear();
-}
-template <int PENDING> void copy_wait() {
-    auto &groups = emulator::machine.current->groups;
-    while (int(groups.size()) > PENDING) {
-        for (const auto &copy : groups.front())
-            if (copy.source)
-                memcpy(copy.target, copy.source, copy.bytes);
-            else
-                memset(copy.target, 0, copy.bytes);
-        groups.erase(groups.begin());
-    }
-}
+inline void copy_commit() { emulator::commit(); }
+template <int PENDING> void copy_wait() { emulator::wait(PENDING); }
 
 template <class T> void multiply_add(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-    emulator::Warp &warp = *emulator::machine.current->warp;
-    const int lane = emulator::machine.current->lane;
-    memcpy(warp.a[lane], a, sizeof a);
-    memcpy(warp.b[lane], b, sizeof b);
-    memcpy(warp.d[lane], d, sizeof d);
-    emulator::meet(emulator::Meeting::multiply_add, [](emulator::Warp &warp) {
+    emulator::Tiles &tiles = *emulator::here.tiles;
+    const int lane = emulator::here.thread % 32;
+    memcpy(tiles.a[lane], a, sizeof a);
+    memcpy(tiles.b[lane], b, sizeof b);
+    memcpy(tiles.d[lane], d, sizeof d);
+    emulator::meet([](emulator::Tiles &tiles) {
         float left[16][16], right[8][16];
         for (int lane = 0; lane < 32; lane++)
             for (int half = 0; half < 2; half++) {
                 const int c = lane / 4, element = 2 * (lane % 4) + half;
                 for (int r = 0; r < 4; r++)
-                    left[c + 8 * (r & 1)][element + 8 * (r >> 1)] = to_float<T>(warp.a[lane][r] >> 16 * half);
-                for (int r = 0; r < 2; r++) right[c][element + 8 * r] = to_float<T>(warp.b[lane][r] >> 16 * half);
+                    left[c + 8 * (r & 1)][element + 8 * (r >> 1)] = to_float<T>(tiles.a[lane][r] >> 16 * half);
+                for (int r = 0; r < 2; r++) right[c][element + 8 * r] = to_float<T>(tiles.b[lane][r] >> 16 * half);
             }
         for (int lane = 0; lane < 32; lane++)
             for (int e = 0; e < 4; e++) {
                 const float *row = left[lane / 4 + 8 * (e >> 1)], *column = right[2 * (lane % 4) + (e & 1)];
-                double sum = warp.d[lane][e];
+                double sum = tiles.d[lane][e];
                 for (int k = 0; k < 16; k++) sum += double(row[k]) * column[k];
-                warp.d[lane][e] = emulator::towards_zero(sum);
+                tiles.d[lane][e] = emulator::towards_zero(sum);
             }
     });
-    memcpy(d, warp.d[lane], sizeof d);
+    memcpy(d, tiles.d[lane], sizeof d);
 }
 
-inline void block_barrier() {
-    emulator::Machine &machine = emulator::machine;
-    machine.at_barrier.push_back(machine.current);
-    if (int(machine.at_barrier.size()) == machine.threads) emulator::wake(machine.at_barrier);
-    emulator::pause();
-}
-inline void device_fence() {}
-inline int fetch_add(int *target, int value) {
-    *target += value;
-    return *target - value;
-}
+inline void block_barrier() { emulator::barrier(); }
+inline void device_fence() { emulator::fence(); }
+inline int fetch_add(int *target, int value) { return emulator::take_ticket(target, value); }
 
 template <auto kernel, class Arguments>
 int launch(dim3 grid, int threads, int shared_bytes, void *, const Arguments &arguments) {
-    emulator::Machine &machine = emulator::machine;
-    machine.fault.clear();
-    machine.body = [&] { kernel(arguments); };
-    machine.grid = grid;
-    machine.threads = threads;
-    std::vector<emulator::Fiber> fibers(threads);
-    const std::unique_ptr<unsigned char, decltype(&free)> shared(
-        static_cast<unsigned char *>(aligned_alloc(128, (shared_bytes + emulator::kGuard + 127) / 128 * 128)), free);
-    machine.shared = shared.get();
-    for (machine.block.z = 0; machine.block.z < grid.z; machine.block.z++)
-        for (machine.block.y = 0; machine.block.y < grid.y; machine.block.y++)
-            for (machine.block.x = 0; machine.block.x < grid.x; machine.block.x++) {
-                memset(shared.get(), 0xff, shared_bytes + emulator::kGuard);
-                emulator::run_block(fibers);
-                for (int byte = 0; byte < emulator::kGuard; byte++)
-                    if (shared.get()[shared_bytes + byte] != 0xff) emulator::note_fault("a write beyond shared memory");
-                if (!machine.fault.empty()) return GPTQKIT_FAULT;
-            }
-    return GPTQKIT_OK;
+    const auto run_kernel = [](const void *arguments) { kernel(*static_cast<const Arguments *>(arguments)); };
+    return emulator::run(run_kernel, &arguments, grid, threads, shared_bytes);
 }
 
-inline const char *runtime_error(int) { return emulator::machine.fault.c_str(); }
+inline const char *runtime_error(int) { return emulator::fault_text(); }
 inline int runtime_versions(int *driver, int *built) { return *driver = *built = 0; }

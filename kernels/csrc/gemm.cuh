@@ -61,7 +61,7 @@ template <int PARTS, int TOKENS, int COLUMNS> constexpr int kSumBytes =
 // threads of the block must call this, with `sums` written and visible.
 template <class T, int PARTS, int TOKENS, int COLUMNS, int THREADS>
 DEVICE void store_tile(const float *sums, const GemmArguments &a) {
-    SHARED bool last;
+    STATIC_SHARED(bool, last);
     const int thread = threadIdx.x, blocks = gridDim.y;
     const int token0 = int(blockIdx.x) * TOKENS, column0 = int(blockIdx.z) * COLUMNS;
     const int64_t tile = int64_t(blockIdx.z) * gridDim.x + blockIdx.x;
@@ -70,31 +70,33 @@ DEVICE void store_tile(const float *sums, const GemmArguments &a) {
     auto store = [&](int token, int column, float value) {
         if (token0 + token >= a.m || column0 + column >= a.n) return;
         if (a.bias) value += to_float<T>(load_constant(a.bias + column0 + column));
-        a.y[int64_t(token0 + token) * a.n + column0 + column] = from_float<T>(value);
+        store_global(a.y + int64_t(token0 + token) * a.n + column0 + column, from_float<T>(value));
     };
     for (int element = thread; element < TOKENS * COLUMNS; element += THREADS) {
         const int token = element / COLUMNS, column = element % COLUMNS;
-        float sum = sums[sum_place<TOKENS, COLUMNS>(0, token, column)];
-        for (int part = 1; part < PARTS; part++) sum += sums[sum_place<TOKENS, COLUMNS>(part, token, column)];
+        float sum = load_shared(sums + sum_place<TOKENS, COLUMNS>(0, token, column));
+        for (int part = 1; part < PARTS; part++)
+            sum += load_shared(sums + sum_place<TOKENS, COLUMNS>(part, token, column));
         if (blocks == 1)
             store(token, column, sum);
         else
-            a.workspace[plane * blockIdx.y + mine + element] = sum;
+            store_for_blocks(a.workspace + plane * blockIdx.y + mine + element, sum);
     }
     if (blocks == 1) return;
     device_fence();
     block_barrier();
     if (thread == 0) {
-        last = fetch_add(a.tickets + tile, 1) == blocks - 1;
-        if (last) a.tickets[tile] = 0;
+        const bool all_others_came = fetch_add(a.tickets + tile, 1) == blocks - 1;
+        store_shared(last, all_others_came);
+        if (all_others_came) store_global(a.tickets + tile, 0);
     }
     block_barrier();
-    if (!last) return;
+    if (!load_shared(last)) return;
     device_fence();
     for (int element = thread; element < TOKENS * COLUMNS; element += THREADS) {
         float sum = 0;
         for (int block = 0; block < blocks; block++)
-            sum += load_shared_by_blocks(a.workspace + plane * block + mine + element);
+            sum += load_from_blocks(a.workspace + plane * block + mine + element);
         store(element / COLUMNS, element % COLUMNS, sum);
     }
 }

@@ -115,7 +115,7 @@ gemm_narrow(const GemmArguments a) {
         uint32_t word[4 * BITS];
 #pragma unroll
         for (int v = 0; v < BITS; v++) {
-            const uint4 vector = slots[(stage * BITS + v) * kThreads];
+            const uint4 vector = load_shared(slots + (stage * BITS + v) * kThreads);
             word[4 * v] = vector.x, word[4 * v + 1] = vector.y, word[4 * v + 2] = vector.z, word[4 * v + 3] = vector.w;
         }
         const uint2 *const x_here = x_slots + stage * TOKENS * kSteps * kThreads;
@@ -126,7 +126,7 @@ gemm_narrow(const GemmArguments a) {
             Operands::operands(word + j * BITS, w);
 #pragma unroll
             for (int m = 0; m < TOKENS; m++) {
-                const uint2 x = x_here[(m * kSteps + j) * kThreads];
+                const uint2 x = load_shared(x_here + (m * kSteps + j) * kThreads);
                 const uint32_t tokens[2] = {x.x, x.y};
                 multiply_add<T>(sum_x[m], ones, tokens);
 #pragma unroll
@@ -153,8 +153,8 @@ gemm_narrow(const GemmArguments a) {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const float step = Operands::unit * (1 << Operands::place(i, e >> 1));
-                sums[sum_place<8 * TOKENS, kTile>(warp, 8 * m + 2 * t + (e & 1), 16 * i + 8 * (e >> 1) + c)] =
-                    total[i][m][e] * (1 / step);
+                const int token = 8 * m + 2 * t + (e & 1), column = 16 * i + 8 * (e >> 1) + c;
+                store_shared(sums + sum_place<8 * TOKENS, kTile>(warp, token, column), total[i][m][e] * (1 / step));
             }
     block_barrier();
     store_tile<T, kWarps, 8 * TOKENS, kTile, kThreads>(sums, a);

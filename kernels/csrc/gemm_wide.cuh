@@ -86,7 +86,7 @@ template <class T, int BITS, int TOKENS> KERNEL(kWideWarps *kLanes, 2) gemm_wide
         uint32_t word[4 * BITS];
 #pragma unroll
         for (int v = 0; v < BITS; v++) {
-            const uint4 vector = slots[(stage * BITS + v) * kThreads];
+            const uint4 vector = load_shared(slots + (stage * BITS + v) * kThreads);
             word[4 * v] = vector.x, word[4 * v + 1] = vector.y, word[4 * v + 2] = vector.z, word[4 * v + 3] = vector.w;
         }
         const unsigned char *const tokens_here = token_ring + (stage * 8 * TOKENS + c) * kTokenRow + 8 * t;
@@ -102,7 +102,8 @@ template <class T, int BITS, int TOKENS> KERNEL(kWideWarps *kLanes, 2) gemm_wide
             weights.make(word + j * BITS, w);
 #pragma unroll
             for (int m = 0; m < TOKENS; m++) {
-                const uint2 x = *reinterpret_cast<const uint2 *>(tokens_here + 8 * m * kTokenRow + 2 * kStep * j);
+                const uint2 x =
+                    load_shared(reinterpret_cast<const uint2 *>(tokens_here + 8 * m * kTokenRow + 2 * kStep * j));
                 const uint32_t tokens[2] = {x.x, x.y};
 #pragma unroll
                 for (int i = 0; i < 4; i++) multiply_add<T>(total[i][m], w[i], tokens);
@@ -120,8 +121,9 @@ template <class T, int BITS, int TOKENS> KERNEL(kWideWarps *kLanes, 2) gemm_wide
         for (int m = 0; m < TOKENS; m++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                sums[sum_place<8 * TOKENS, kWideColumns>(0, 8 * m + 2 * t + (e & 1),
-                                                         kTile * warp + 16 * i + 8 * (e >> 1) + c)] = total[i][m][e];
+                store_shared(sums + sum_place<8 * TOKENS, kWideColumns>(0, 8 * m + 2 * t + (e & 1),
+                                                                        kTile * warp + 16 * i + 8 * (e >> 1) + c),
+                             total[i][m][e]);
     block_barrier();
     store_tile<T, 1, 8 * TOKENS, kWideColumns, kThreads>(sums, a);
 }

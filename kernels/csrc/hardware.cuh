@@ -16,7 +16,10 @@
 #define DEVICE __device__ __forceinline__
 // The head of a kernel: threads per block, blocks that must fit on one multiprocessor.
 #define KERNEL(...) __global__ void __launch_bounds__(__VA_ARGS__)
-#define SHARED __shared__
+// Pointers to shared memory: to one variable of the block, and to the bytes that the launch asked for.
+#define STATIC_SHARED(type, name)                                                                                      \
+    __shared__ type name##_variable;                                                                                   \
+    type *const name = &name##_variable
 #define DYNAMIC_SHARED(type, name)                                                                                     \
     extern __shared__ __align__(16) unsigned char dynamic_shared[];                                                    \
     type *const name = reinterpret_cast<type *>(dynamic_shared)
@@ -88,12 +91,19 @@ template <> DEVICE uint32_t pair_fma<BFloat16>(uint32_t a, uint32_t b, uint32_t 
     return result;
 }
 
-// ---- memory ----
+// ---- memory: the emulator watches what goes through these ----
+
+template <class V> DEVICE V load_shared(const V *source) { return *source; }
+template <class V> DEVICE void store_shared(V *target, V value) { *target = value; }
 
 // Data that nobody writes while the kernel runs: may be cached beside the multiprocessor.
 template <class V> DEVICE V load_constant(const V *source) { return __ldg(source); }
-// Data that other blocks wrote: past the cache that only this multiprocessor sees.
-DEVICE float load_shared_by_blocks(const float *source) { return __ldcg(source); }
+// Results, which nobody reads while the kernel runs.
+template <class V> DEVICE void store_global(V *target, V value) { *target = value; }
+// What blocks leave for each other, between a store and a load a fence, a ticket and a fence: the load goes past the
+// cache that only its multiprocessor sees.
+DEVICE void store_for_blocks(float *target, float value) { *target = value; }
+DEVICE float load_from_blocks(const float *source) { return __ldcg(source); }
 
 // Sixteen bytes from global to shared memory, arriving at the matching wait. They bypass the first cache: what streams
 // through is read once.

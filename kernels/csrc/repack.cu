@@ -58,7 +58,7 @@ template <int BITS> KERNEL(kThreads, 1) repack_weight(WeightArguments a) {
     uint4 *const target = a.weight + (int64_t(tile) * a.units + unit) * BITS * kLanes + lane;
 #pragma unroll
     for (int v = 0; v < BITS; v++)
-        target[v * kLanes] = uint4{word[4 * v], word[4 * v + 1], word[4 * v + 2], word[4 * v + 3]};
+        store_global(target + v * kLanes, uint4{word[4 * v], word[4 * v + 1], word[4 * v + 2], word[4 * v + 3]});
 }
 
 struct GridArguments {
@@ -80,11 +80,11 @@ template <int BITS> KERNEL(kThreads, 1) repack_grid(GridArguments a) {
     for (int h = 0; h < 2; h++) {
         const int n = first + 8 * h;
         const bool inside = n < a.n;
-        a.scale[place + h] = inside ? a.scales[group * a.n + n] : uint16_t(0);
+        store_global(a.scale + place + h, inside ? a.scales[group * a.n + n] : uint16_t(0));
         if (inside)
             zeros |= (stream_code<BITS>(a.qzeros + group * row_words, 1, n) + a.zero_offset) << kZeroBits<BITS> * h;
     }
-    static_cast<ZeroPair<BITS> *>(a.zero)[place / 2] = ZeroPair<BITS>(zeros);
+    store_global(static_cast<ZeroPair<BITS> *>(a.zero) + place / 2, ZeroPair<BITS>(zeros));
 }
 
 template <int BITS> int start_weight(const WeightArguments &arguments, void *stream) {

@@ -37,8 +37,13 @@ def wrong_product(kernels, bits, dtype):
         x = activations(m, k, dtype, ldx=k + 8)
         bias = to_bits(np.linspace(-3, 3, n), dtype)
         error = gemm_error(kernels.gemm(layer, x, split=split, bias=bias, ldx=k + 8), x, layer, bias)
+        case = f"m {m}, n {n}, k {k}, group {group}, split {split}"
         if not error < 1.05:
-            return f"m {m}, n {n}, k {k}, group {group}, split {split}: {error:.3g} times the dense product's error"
+            return f"{case}: {error:.3g} times the dense product's error"
+        for traffic in kernels.traffic():
+            if traffic.shared and traffic.spent > traffic.least:
+                place = f"{traffic.file}:{traffic.line}, {traffic.function}"
+                return f"{case}: bank conflicts in {place}: {traffic.excess:.3g} times the transfers"
     return None
 
 
@@ -63,6 +68,7 @@ def main():
     parser.add_argument("--bits", type=int)
     options = parser.parse_args()
     kernels = Kernels(options.library)
+    kernels.handle.gptqkit_emulator_count(1)
     try:
         if options.bits is not None:
             return wrong_product(kernels, options.bits, FLOAT16)

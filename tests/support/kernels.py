@@ -5,6 +5,7 @@ NumPy only: the planted-bug runs and the sanitizers load this in processes of th
 
 import ctypes
 from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_uint, c_void_p
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +14,26 @@ FLOAT16, BFLOAT16 = 0, 1
 
 class KernelError(RuntimeError):
     pass
+
+
+class Traffic(NamedTuple):
+    """What one access in the sources cost: `spent` and `least` are transfers for shared memory, bytes for global."""
+
+    file: str
+    line: int
+    function: str
+    bytes: int  # of a lane
+    instructions: int  # of warps
+    spent: int
+    least: int
+
+    @property
+    def shared(self):
+        return self.function in ("load_shared", "store_shared", "copy_async_to")
+
+    @property
+    def excess(self):
+        return self.spent / self.least
 
 
 def from_bits(bits, dtype):
@@ -40,9 +61,12 @@ def pack_stream(codes, bits):
 
 
 def aligned(shape, dtype, fill):
-    """An array that begins at a multiple of 16 bytes, as malloc and the allocators of GPUs give them."""
-    array = np.full(shape, fill, dtype)
-    assert array.ctypes.data % 16 == 0
+    """An array that begins at a multiple of 256 bytes, as allocators of GPUs give them."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.empty(size + 256, np.uint8)
+    start = -memory.ctypes.data % 256
+    array = memory[start : start + size].view(dtype).reshape(shape)
+    array[...] = fill
     return array
 
 
@@ -55,7 +79,7 @@ class Kernels:
 
     def __init__(self, path):
         self.handle = ctypes.CDLL(str(path))
-        self.handle.gptqkit_error.restype = c_char_p
+        self.handle.gptqkit_error.restype = self.handle.gptqkit_emulator_traffic.restype = c_char_p
         signatures = {
             "gptqkit_repack_weight": [c_int, *[c_void_p] * 3, c_int, c_int, c_void_p],
             "gptqkit_repack_grid": [c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int, c_int, c_void_p],
@@ -63,6 +87,8 @@ class Kernels:
             "gptqkit_gemm": [c_int, c_int, c_void_p, c_int64, *[c_void_p] * 7, *[c_int] * 5, c_void_p],
             "gptqkit_dequantize": [c_int, c_int, *[c_void_p] * 4, *[c_int] * 5, c_void_p],
             "gptqkit_emulator_seed": [c_uint],
+            "gptqkit_emulator_count": [c_int],
+            "gptqkit_emulator_traffic": [],
         }
         for name, arguments in signatures.items():
             getattr(self.handle, name).argtypes = arguments
@@ -71,6 +97,11 @@ class Kernels:
         code = getattr(self.handle, name)(*map(_pointer, arguments))
         if code:
             raise KernelError(f"{code}: {self.handle.gptqkit_error(code).decode()}")
+
+    def traffic(self):
+        """The traffic of the last launch, counted since gptqkit_emulator_count(1)."""
+        words = [line.split() for line in self.handle.gptqkit_emulator_traffic().decode().splitlines()]
+        return [Traffic(file, int(line), name, *map(int, numbers)) for file, line, name, *numbers in words]
 
     def repack_weight(self, bits, qweight, n, k, rows=None):
         weight = aligned((tiles(n), tiles(k), bits, 32, 4), np.uint32, 0xAAAAAAAA)
@@ -88,9 +119,9 @@ class Kernels:
         m = len(x) if m is None else m
         floats, tickets = c_int64(), c_int64()
         self.call("gptqkit_workspace", m, layer.n, layer.k, split, byref(floats), byref(tickets))
-        workspace = np.full(floats.value, np.nan, np.float32)
+        workspace = aligned(floats.value, np.float32, np.nan)
         ticket = np.zeros(tickets.value, np.int32)
-        y = np.full((m, layer.n), 0x7FFF, np.uint16)
+        y = aligned((m, layer.n), np.uint16, 0x7FFF)
         self.call(
             "gptqkit_gemm", layer.bits, layer.dtype, x, layer.k if ldx is None else ldx, layer.weight, layer.scale,
             layer.zero, bias, y, workspace, ticket, m, layer.n, layer.k, layer.group, split, None,
@@ -100,7 +131,7 @@ class Kernels:
         return y
 
     def dequantize(self, layer, first, count):
-        dense = np.full((count, layer.k), 0x7FFF, np.uint16)
+        dense = aligned((count, layer.k), np.uint16, 0x7FFF)
         self.call(
             "gptqkit_dequantize", layer.bits, layer.dtype, layer.weight, layer.scale, layer.zero, dense, first, count,
             layer.n, layer.k, layer.group, None,
