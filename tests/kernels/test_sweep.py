@@ -1,4 +1,4 @@
-"""The fused sweep, run by the emulator, against the solver's own path and the textbook loop."""
+"""The fused sweep against its equations, the solver's own path and the textbook loop."""
 
 import pytest
 import torch
@@ -90,21 +90,25 @@ def test_codes_equal_the_textbook_loop(fused):
     assert (solved.codes.double() != expected).float().mean() < 0.002  # float32 against float64
 
 
-def sweep(library, weight, inverse, *, bits, sym, group_size, shift=None, importance=None, grids=None, min_zero=0):
+def sweep(launcher, weight, inverse, *, bits, sym, group_size, shift=None, importance=None, grids=None, min_zero=0):
     """Everything that the kernel writes, by name; `grids`, (scale, zero, group), are given ones."""
     columns, rows = weight.shape
-    block = weight.clone()
+    scale, zero = grids[:2] if grids else torch.empty(2, -(-columns // group_size), rows).unbind()
+    operands = {"shift": shift, "importance": importance, "group": grids[2] if grids else None}
     found = {"codes": torch.empty_like(weight, dtype=torch.uint8), "values": torch.empty_like(weight)}
-    found["scale"], found["zero"] = grids[:2] if grids else torch.empty(2, -(-columns // group_size), rows).unbind()
-    choices = {"shift": shift, "importance": importance, "group": grids[2] if grids else None, "group_size": group_size}
-    scaled = sweep_block(library, block, inverse, **found, **choices, bits=bits, sym=sym, min_zero=min_zero)
-    return found | {"block": block, "scaled": scaled}
+    found |= {"scale": scale, "zero": zero}
+    there = {name: each if each is None else each.to(launcher.device) for name, each in (operands | found).items()}
+    block, inverse = weight.to(launcher.device, copy=True), inverse.to(launcher.device)
+    settings = {"group_size": group_size, "bits": bits, "sym": sym, "min_zero": min_zero}
+    scaled = sweep_block(launcher.library, block, inverse, **there, **settings)
+    written = {name: there[name] for name in found} | {"block": block, "scaled": scaled}
+    return {name: each.cpu() for name, each in written.items()}
 
 
 @pytest.mark.parametrize("sym", [True, False])
 @pytest.mark.parametrize("min_zero", [0, 1])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_grids_equal_fit_grid(emulation, bits, min_zero, sym):
+def test_grids_equal_fit_grid(launcher, bits, min_zero, sym):
     """Without propagation (U = 1) every group's grid is that of torch, for weights of all signs and sizes."""
     generator = torch.Generator().manual_seed(bits)
     weight = torch.randn(32, 70, generator=generator)
@@ -114,8 +118,8 @@ def test_grids_equal_fit_grid(emulation, bits, min_zero, sym):
     weight[:, 3] *= 1e-7
     weight[:, 4] *= 1e6
     importance = torch.rand(32, generator=generator)
-    library, settings = emulation.launcher.library, {"bits": bits, "sym": sym, "min_zero": min_zero}
-    found = sweep(library, weight, torch.eye(32), group_size=16, importance=importance, **settings)
+    settings = {"bits": bits, "sym": sym, "min_zero": min_zero}
+    found = sweep(launcher, weight, torch.eye(32), group_size=16, importance=importance, **settings)
     scale, zero, codes, values = (found[name] for name in ("scale", "zero", "codes", "values"))
     assert torch.equal(found["block"], weight)
     for group in range(2):
@@ -127,7 +131,7 @@ def test_grids_equal_fit_grid(emulation, bits, min_zero, sym):
         assert torch.equal(values[16 * group :][:16][:, same], grid.decode(grid.encode(part))[:, same])
     assert torch.equal(found["scaled"], weight - values)
     # Minimum to maximum: nothing is summed, so every grid is the same.
-    found = sweep(library, weight, torch.eye(32), group_size=32, **settings)
+    found = sweep(launcher, weight, torch.eye(32), group_size=32, **settings)
     grid = fit_grid(weight, **settings)
     assert torch.equal(found["scale"][0], grid.scale)
     assert torch.equal(found["zero"][0], grid.zero)
@@ -150,7 +154,7 @@ def test_grids_equal_fit_grid(emulation, bits, min_zero, sym):
         (250, 2, 50, False, True, False),
     ],
 )
-def test_what_it_writes_obeys_the_equations(emulation, columns, rows, group_size, search, given, gptaq):
+def test_what_it_writes_obeys_the_equations(launcher, columns, rows, group_size, search, given, gptaq):
     """Every equation of the sweep, in float64, from what the kernel itself wrote; codes to the bit."""
     generator = torch.Generator().manual_seed(columns)
     weight = torch.randn(columns, rows, generator=generator)
@@ -164,9 +168,8 @@ def test_what_it_writes_obeys_the_equations(emulation, columns, rows, group_size
         group = group[torch.randperm(columns, generator=generator)]
         scale = (torch.rand(int(group.max()) + 1, rows, generator=generator) + 0.1).half().float()
         grids = scale, torch.randint(0, 8, scale.shape, generator=generator).float(), group.int()
-    library, settings = emulation.launcher.library, {"bits": 3, "sym": False, "min_zero": 0}
-    arguments = {"shift": shift, "importance": importance, "grids": grids, "group_size": group_size, **settings}
-    found = sweep(library, weight, inverse, **arguments)
+    arguments = {"shift": shift, "importance": importance, "grids": grids, "group_size": group_size}
+    found = sweep(launcher, weight, inverse, bits=3, sym=False, **arguments)
     block, values, codes, scaled = (found[name] for name in ("block", "values", "codes", "scaled"))
     grid = GroupGrid(found["scale"][group], found["zero"][group], 7)
     assert torch.equal(codes.float(), grid.encode(block))
@@ -187,13 +190,14 @@ def test_what_it_writes_obeys_the_equations(emulation, columns, rows, group_size
         assert torch.allclose(*sums, rtol=1e-2)
         assert torch.isclose(*sums, rtol=1e-5).float().mean() >= 0.9  # a tie may lead to another range
     for seed in (1, 2):  # whatever order the threads run in
-        library._handle.gptqkit_emulator_seed(seed)
-        again = sweep(library, weight, inverse, **arguments)
+        if launcher.device.type == "cpu":
+            launcher.library._handle.gptqkit_emulator_seed(seed)
+        again = sweep(launcher, weight, inverse, bits=3, sym=False, **arguments)
         assert all(torch.equal(again[name], found[name]) for name in found)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_weights_on_the_edge_between_two_codes_fall_as_in_torch(emulation, bits):
+def test_weights_on_the_edge_between_two_codes_fall_as_in_torch(launcher, bits):
     """Half integers times the scale, and their neighbours among the float32 numbers; those far outside, too."""
     generator = torch.Generator().manual_seed(bits)
     scale = torch.exp(torch.empty(1, 96).uniform_(-9, 11, generator=generator)).half().float()
@@ -204,7 +208,7 @@ def test_weights_on_the_edge_between_two_codes_fall_as_in_torch(emulation, bits)
     weight[32:] = weight[32:].nextafter(torch.tensor(-torch.inf))
     weight[0], weight[1], weight[2] = 1e30, -1e30, 1e-40
     grids = scale, zero, torch.zeros(48, dtype=torch.int32)
-    found = sweep(emulation.launcher.library, weight, torch.eye(48), bits=bits, sym=False, group_size=48, grids=grids)
+    found = sweep(launcher, weight, torch.eye(48), bits=bits, sym=False, group_size=48, grids=grids)
     assert torch.equal(found["codes"].float(), GroupGrid(scale, zero, 2**bits - 1).encode(weight))
 
 
