@@ -1,9 +1,13 @@
 """The fused sweep against its equations, the solver's own path and the textbook loop."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from gptqkit.errors import ShapeError
+from gptqkit.kernels import sweep as kernel
+from gptqkit.kernels.library import Search
 from gptqkit.kernels.sweep import sweep_block
 from gptqkit.quantizer import solver
 from gptqkit.quantizer.config import QuantizeConfig
@@ -225,6 +229,18 @@ def test_what_the_kernel_cannot_take_is_refused(emulation):
         refused(torch.empty(4, 4), torch.empty(4, 8)[:, ::2])
     with pytest.raises(ShapeError, match=r"torch\.float64"):
         refused(torch.empty(4, 4), torch.empty(4, 4, dtype=torch.float64))
+
+
+def test_a_missing_library_is_said_once_where_a_gpu_could_use_it(monkeypatch, caplog):
+    monkeypatch.setattr(kernel, "find_library", lambda: Search(library=None, reason="nvcc is not found"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    kernel._library.cache_clear()
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32)
+    for _ in range(2):
+        assert kernel.sweep_library(on_gpu) is None
+    assert kernel.sweep_library(torch.empty(1, 1)) is None
+    assert [record.message.rsplit(", ", 1)[1] for record in caplog.records] == ["because nvcc is not found"]
+    kernel._library.cache_clear()
 
 
 @pytest.mark.gpu
