@@ -31,7 +31,7 @@ constexpr int kLanes = 32; // rows of a block
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kLanes;
 constexpr int kSegment = 4 * kWarps;
-constexpr int kMostColumns = 384; // with the rows of U and P, 96 KiB of shared memory: every GPU since Ampere has 99
+constexpr int kMostColumns = 384; // with rows of U and P 98 KiB of shared memory; every GPU since Ampere has 99
 constexpr int kCandidates = 4;    // grids that are judged together
 
 struct SweepArguments {
