@@ -40,7 +40,11 @@ def run_products(device: torch.device) -> None:
 
 def run_sweeps(device: torch.device, library: KernelLibrary) -> None:
     """The sweep with grids that it fits, searches for or is given, for GPTQ and GPTAQ, with a ragged block of rows."""
-    columns, rows, group_size = 48, 70, 20
+    for columns in (48, 256):  # the second needs more shared memory than every block may have
+        _run_sweeps(device, library, columns, rows=70, group_size=20)
+
+
+def _run_sweeps(device: torch.device, library: KernelLibrary, columns: int, rows: int, group_size: int) -> None:
     upper = torch.eye(columns, device=device) + torch.rand(columns, columns, device=device).triu(1) / columns
     importance = torch.rand(columns, device=device)
     group = (torch.arange(columns, device=device) // group_size).int()

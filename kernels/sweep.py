@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -11,14 +14,27 @@ from .library import OLDEST_CAPABILITY, KernelLibrary, find_library
 MOST_COLUMNS = 384
 """Columns of a block whose weights fit into shared memory; `csrc/sweep.cu` refuses more."""
 
+_LOG = logging.getLogger("gptqkit")
+
 
 def sweep_library(target: Tensor) -> KernelLibrary | None:
-    """The library that can sweep blocks of `target`, or None: no GPU or too old a one, no library, not float32."""
+    """The library that can sweep blocks of `target`, or None: no GPU or too old a one, no library, not float32.
+
+    A library that is missing where a GPU could use it is logged, once.
+    """
     if target.device.type != "cuda" or target.dtype != torch.float32:
         return None
     if torch.cuda.get_device_capability(target.device) < OLDEST_CAPABILITY:
         return None
-    return find_library().library
+    return _library()
+
+
+@cache
+def _library() -> KernelLibrary | None:
+    search = find_library()
+    if search.library is None:
+        _LOG.warning("the solver sweeps columns with torch, which is slower, because %s", search.reason)
+    return search.library
 
 
 def sweep_block(

@@ -178,7 +178,7 @@ def _sweep_blocks(sweep: _Sweep, factor: HessianFactor, shift: Tensor | None, bl
     target = sweep.target  # W in the order of the sweep; GPTAQ's correction is added block by block
     error = torch.empty_like(target)  # E = W - Q
     current = torch.empty_like(target) if shift is not None else None  # w at the moment it was rounded
-    loss = 0.0
+    loss = torch.zeros((), dtype=torch.float64, device=target.device)  # read at the end: a GPU is not waited for
     for start in range(0, target.shape[0], block_size):
         stop = min(start + block_size, target.shape[0])
         if shift is not None and current is not None:
@@ -193,12 +193,12 @@ def _sweep_blocks(sweep: _Sweep, factor: HessianFactor, shift: Tensor | None, bl
             scaled = _sweep_block(sweep, block, start, inverse, inner, importance)
         else:
             scaled = _sweep_block_fused(library, sweep, block, start, inverse, inner, importance)
-        loss += float(scaled.square().sum(dtype=torch.float64))
+        loss += scaled.square().sum(dtype=torch.float64)
         if inner is not None and current is not None:
             current[start:stop] = block
             target[start:stop].addmm_(inner.T, block)
         error[start:stop] = target[start:stop] - sweep.values[start:stop]
-    return loss
+    return float(loss)
 
 
 def _sweep_block(
@@ -249,7 +249,7 @@ def _sweep_block_fused(
         sweep.fit_grid(start, sweep.members(block, 0), importance[start:][: sweep.group_size])
     groups = sweep.order.group[positions]
     first = groups[:: sweep.group_size]  # the groups that begin inside, in the order of the sweep
-    scale = torch.empty_like(sweep.scale[first]) if fits_inside else sweep.scale
+    scale = sweep.scale.new_empty(first.numel(), block.shape[1]) if fits_inside else sweep.scale
     zero = torch.empty_like(scale) if fits_inside else sweep.zero
     scaled = sweep_block(
         library,

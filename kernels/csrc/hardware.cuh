@@ -64,6 +64,13 @@ template <> DEVICE uint32_t pair_from_floats<BFloat16>(float low, float high) {
 
 // ---- arithmetic on words and pairs ----
 
+// 1 / value, at most a unit in the last place off, for normal results.
+DEVICE float reciprocal(float value) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+    return result;
+}
+
 // (word & mask) | bits in one instruction.
 DEVICE uint32_t and_or(uint32_t word, uint32_t mask, uint32_t bits) {
     uint32_t result;

@@ -1,13 +1,17 @@
-"""The fused sweep, run by the emulator, against the solver's own path and the textbook loop."""
+"""The fused sweep against its equations, the solver's own path and the textbook loop."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gptqkit.errors import ShapeError
+from gptqkit.kernels import sweep as kernel
+from gptqkit.kernels.library import Search
 from gptqkit.kernels.sweep import sweep_block
 from gptqkit.quantizer import solver
 from gptqkit.quantizer.config import QuantizeConfig
-from gptqkit.quantizer.grid import fit_grid
+from gptqkit.quantizer.grid import GroupGrid, fit_grid
 from support.reference import correlated, damped, moments, textbook_gptq
 
 ORDERS = {
@@ -90,10 +94,25 @@ def test_codes_equal_the_textbook_loop(fused):
     assert (solved.codes.double() != expected).float().mean() < 0.002  # float32 against float64
 
 
+def sweep(launcher, weight, inverse, *, bits, sym, group_size, shift=None, importance=None, grids=None, min_zero=0):
+    """Everything that the kernel writes, by name; `grids`, (scale, zero, group), are given ones."""
+    columns, rows = weight.shape
+    scale, zero = grids[:2] if grids else torch.empty(2, -(-columns // group_size), rows).unbind()
+    operands = {"shift": shift, "importance": importance, "group": grids[2] if grids else None}
+    found = {"codes": torch.empty_like(weight, dtype=torch.uint8), "values": torch.empty_like(weight)}
+    found |= {"scale": scale, "zero": zero}
+    there = {name: each if each is None else each.to(launcher.device) for name, each in (operands | found).items()}
+    block, inverse = weight.to(launcher.device, copy=True), inverse.to(launcher.device)
+    settings = {"group_size": group_size, "bits": bits, "sym": sym, "min_zero": min_zero}
+    scaled = sweep_block(launcher.library, block, inverse, **there, **settings)
+    written = {name: there[name] for name in found} | {"block": block, "scaled": scaled}
+    return {name: each.cpu() for name, each in written.items()}
+
+
 @pytest.mark.parametrize("sym", [True, False])
 @pytest.mark.parametrize("min_zero", [0, 1])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_grids_equal_fit_grid(emulation, bits, min_zero, sym):
+def test_grids_equal_fit_grid(launcher, bits, min_zero, sym):
     """Without propagation (U = 1) every group's grid is that of torch, for weights of all signs and sizes."""
     generator = torch.Generator().manual_seed(bits)
     weight = torch.randn(32, 70, generator=generator)
@@ -103,50 +122,125 @@ def test_grids_equal_fit_grid(emulation, bits, min_zero, sym):
     weight[:, 3] *= 1e-7
     weight[:, 4] *= 1e6
     importance = torch.rand(32, generator=generator)
-    scale, zero = torch.empty(2, 70), torch.empty(2, 70)
-    codes, values = torch.empty(32, 70, dtype=torch.uint8), torch.empty(32, 70)
-    block = weight.clone()
-    scaled = sweep_block(
-        emulation.launcher.library,
-        block,
-        torch.eye(32),
-        shift=None,
-        importance=importance,
-        group=None,
-        group_size=16,
-        scale=scale,
-        zero=zero,
-        codes=codes,
-        values=values,
-        bits=bits,
-        sym=sym,
-        min_zero=min_zero,
-    )
-    assert torch.equal(block, weight)
+    settings = {"bits": bits, "sym": sym, "min_zero": min_zero}
+    found = sweep(launcher, weight, torch.eye(32), group_size=16, importance=importance, **settings)
+    scale, zero, codes, values = (found[name] for name in ("scale", "zero", "codes", "values"))
+    assert torch.equal(found["block"], weight)
     for group in range(2):
         part = weight[16 * group : 16 * group + 16]
-        grid = fit_grid(part, bits=bits, sym=sym, min_zero=min_zero, importance=importance[16 * group :][:16])
+        grid = fit_grid(part, importance=importance[16 * group :][:16], **settings)
         same = (scale[group] == grid.scale) & (zero[group] == grid.zero)
         assert same.float().mean() > 0.97  # ties between candidates fall either way, as sums round differently
-        found = codes[16 * group : 16 * group + 16]
-        assert torch.equal(found.float()[:, same], grid.encode(part)[:, same])
+        assert torch.equal(codes[16 * group :][:16].float()[:, same], grid.encode(part)[:, same])
         assert torch.equal(values[16 * group :][:16][:, same], grid.decode(grid.encode(part))[:, same])
-    assert torch.equal(scaled, weight - values)
+    assert torch.equal(found["scaled"], weight - values)
+    # Minimum to maximum: nothing is summed, so every grid is the same.
+    found = sweep(launcher, weight, torch.eye(32), group_size=32, **settings)
+    grid = fit_grid(weight, **settings)
+    assert torch.equal(found["scale"][0], grid.scale)
+    assert torch.equal(found["zero"][0], grid.zero)
+    assert torch.equal(found["codes"].float(), grid.encode(weight))
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "group_size", "search", "given", "gptaq"),
+    [
+        (1, 1, 1, True, False, True),
+        (15, 33, 15, True, False, False),
+        (17, 31, 4, False, False, True),  # groups within segments, the last one short
+        (50, 64, 10, True, False, True),  # groups that end within segments
+        (53, 40, 20, True, False, False),
+        (48, 5, 48, False, False, False),
+        (37, 45, 7, False, True, True),  # given, in any order
+        (64, 32, 16, False, True, False),
+        (170, 3, 85, True, False, True),  # more than 48 KiB of shared memory, fitted and given
+        (384, 2, 128, False, False, True),
+        (250, 2, 50, False, True, False),
+    ],
+)
+def test_what_it_writes_obeys_the_equations(launcher, columns, rows, group_size, search, given, gptaq):
+    """Every equation of the sweep, in float64, from what the kernel itself wrote; codes to the bit."""
+    generator = torch.Generator().manual_seed(columns)
+    weight = torch.randn(columns, rows, generator=generator)
+    inverse = torch.randn(columns, columns, generator=generator).mul_(0.3 / columns**0.5).triu(1)
+    inverse += torch.diag(torch.rand(columns, generator=generator) + 0.5)
+    shift = torch.randn(columns, columns, generator=generator).mul_(0.1 / columns**0.5).triu(1) if gptaq else None
+    importance = torch.rand(columns, generator=generator) + 0.1 if search else None
+    group = torch.arange(columns) // group_size
+    grids = None
+    if given:
+        group = group[torch.randperm(columns, generator=generator)]
+        scale = (torch.rand(int(group.max()) + 1, rows, generator=generator) + 0.1).half().float()
+        grids = scale, torch.randint(0, 8, scale.shape, generator=generator).float(), group.int()
+    arguments = {"shift": shift, "importance": importance, "grids": grids, "group_size": group_size}
+    found = sweep(launcher, weight, inverse, bits=3, sym=False, **arguments)
+    block, values, codes, scaled = (found[name] for name in ("block", "values", "codes", "scaled"))
+    grid = GroupGrid(found["scale"][group], found["zero"][group], 7)
+    assert torch.equal(codes.float(), grid.encode(block))
+    assert torch.equal(values, grid.decode(codes.float()))
+    assert torch.allclose(scaled, (block - values) / inverse.diagonal()[:, None], rtol=1e-6, atol=0)
+    moved = (0 if shift is None else shift.double().T @ block.double()) - inverse.double().triu(1).T @ scaled.double()
+    assert torch.allclose(block.double(), weight + moved, rtol=0, atol=1e-5)
+    for first in range(0, 0 if given else columns, group_size):  # the grid is the best for the weights at that moment
+        part = slice(first, min(first + group_size, columns))
+        current = weight[part].double() - inverse[:first, part].double().T @ scaled[:first].double()
+        if shift is not None:
+            current += shift[:first, part].double().T @ block[:first].double()
+        judges = importance[part].double() if search else None
+        best = fit_grid(current, bits=3, sym=False, importance=judges)
+        mine = GroupGrid(grid.scale[first].double(), grid.zero[first].double(), 7)
+        errors = [(each.decode(each.encode(current)) - current).square() for each in (mine, best)]
+        sums = [each.sum(0) if judges is None else judges @ each for each in errors]
+        assert torch.allclose(*sums, rtol=1e-2)
+        assert torch.isclose(*sums, rtol=1e-5).float().mean() >= 0.9  # a tie may lead to another range
+    for seed in (1, 2):  # whatever order the threads run in
+        if launcher.device.type == "cpu":
+            launcher.library._handle.gptqkit_emulator_seed(seed)
+        again = sweep(launcher, weight, inverse, bits=3, sym=False, **arguments)
+        assert all(torch.equal(again[name], found[name]) for name in found)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_on_the_edge_between_two_codes_fall_as_in_torch(launcher, bits):
+    """Half integers times the scale, and their neighbours among the float32 numbers; those far outside, too."""
+    generator = torch.Generator().manual_seed(bits)
+    scale = torch.exp(torch.empty(1, 96).uniform_(-9, 11, generator=generator)).half().float()
+    zero = torch.randint(0, 2**bits, scale.shape, generator=generator).float()
+    levels = torch.randint(-(2**bits), 2**bits, (48, 96), generator=generator) + 0.5
+    weight = levels * scale
+    weight[16:32] = weight[16:32].nextafter(torch.tensor(torch.inf))
+    weight[32:] = weight[32:].nextafter(torch.tensor(-torch.inf))
+    weight[0], weight[1], weight[2] = 1e30, -1e30, 1e-40
+    grids = scale, zero, torch.zeros(48, dtype=torch.int32)
+    found = sweep(launcher, weight, torch.eye(48), bits=bits, sym=False, group_size=48, grids=grids)
+    assert torch.equal(found["codes"].float(), GroupGrid(scale, zero, 2**bits - 1).encode(weight))
 
 
 def test_what_the_kernel_cannot_take_is_refused(emulation):
-    def sweep(block, inverse):
+    def refused(block, inverse):
         codes = torch.empty_like(block, dtype=torch.uint8)
         grids = {"scale": block, "zero": block, "codes": codes, "values": block, "group_size": 16}
         choices = {"shift": None, "importance": None, "group": None, "bits": 4, "sym": True, "min_zero": 0}
         sweep_block(emulation.launcher.library, block, inverse, **grids, **choices)
 
     with pytest.raises(ShapeError, match="385 columns"):
-        sweep(torch.empty(385, 1), torch.empty(1, 1))
+        refused(torch.empty(385, 1), torch.empty(1, 1))
     with pytest.raises(ShapeError, match=r"strides \(8, 2\)"):
-        sweep(torch.empty(4, 4), torch.empty(4, 8)[:, ::2])
+        refused(torch.empty(4, 4), torch.empty(4, 8)[:, ::2])
     with pytest.raises(ShapeError, match=r"torch\.float64"):
-        sweep(torch.empty(4, 4), torch.empty(4, 4, dtype=torch.float64))
+        refused(torch.empty(4, 4), torch.empty(4, 4, dtype=torch.float64))
+
+
+def test_a_missing_library_is_said_once_where_a_gpu_could_use_it(monkeypatch, caplog):
+    monkeypatch.setattr(kernel, "find_library", lambda: Search(library=None, reason="nvcc is not found"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    kernel._library.cache_clear()
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32)
+    for _ in range(2):
+        assert kernel.sweep_library(on_gpu) is None
+    assert kernel.sweep_library(torch.empty(1, 1)) is None
+    assert [record.message.rsplit(", ", 1)[1] for record in caplog.records] == ["because nvcc is not found"]
+    kernel._library.cache_clear()
 
 
 @pytest.mark.gpu
