@@ -54,8 +54,8 @@ DEVICE int warp() { return threadIdx.x / kLanes; }
 // ---- shared memory ----
 
 // Every lane its own bank.
-DEVICE float load_lane(const float *rows, int index) { return rows[index * kLanes + lane()]; }
-DEVICE void store_lane(float *rows, int index, float value) { rows[index * kLanes + lane()] = value; }
+DEVICE float load_lane(const float *rows, int index) { return load_shared(rows + index * kLanes + lane()); }
+DEVICE void store_lane(float *rows, int index, float value) { store_shared(rows + index * kLanes + lane(), value); }
 
 // The rows of a segment in a [columns][columns] matrix, turned: four at a time, column by column.
 struct alignas(16) Four {
@@ -66,9 +66,11 @@ struct Turned {
     int stride; // columns + kBeyond
 };
 constexpr int kBeyond = kSegment - 1; // a short segment reads on beyond its last column, for nothing
-DEVICE Four load_four(const Turned &turned, int column, int part) { return turned.four[part * turned.stride + column]; }
+DEVICE Four load_four(const Turned &turned, int column, int part) {
+    return load_shared(turned.four + part * turned.stride + column);
+}
 DEVICE void store_four(const Turned &turned, int column, int part, const Four &value) {
-    turned.four[part * turned.stride + column] = value;
+    store_shared(turned.four + part * turned.stride + column, value);
 }
 
 // What each warp has to say of the block's rows: all[w][c] is warp w's mine[c].

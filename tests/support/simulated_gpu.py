@@ -1,8 +1,8 @@
 """A GPU that is not there: tensors that say they are on `cuda:0`, hold their numbers on the CPU and mix with no others.
 
-Within `simulated_gpu()` torch sees one GPU. Operators on its tensors run on the CPU's numbers, but with operands on two
-devices they fail as on a GPU, so that a tensor forgotten on the host is found on every machine. Not seen: speed, memory,
-streams, and operators that a GPU does not have.
+Within `simulated_gpu()` torch sees one GPU. Operators on its tensors run on the CPU's numbers, but with operands on
+two devices they fail as on a GPU, so that a tensor forgotten on the host is found on every machine. Not seen: speed,
+memory, streams, and operators that a GPU does not have.
 """
 
 from __future__ import annotations
