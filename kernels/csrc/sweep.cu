@@ -232,7 +232,7 @@ DEVICE void turn(const Turned &turned, const float *matrix, int begin, int colum
     }
 }
 
-template <bool GIVEN, bool SHIFT> KERNEL(kThreads, SHIFT ? 3 : 4) sweep_kernel(const SweepArguments a) {
+template <bool GIVEN, bool SHIFT> KERNEL(kThreads, GIVEN || SHIFT ? 3 : 4) sweep_kernel(const SweepArguments a) {
     DYNAMIC_SHARED(float, weight); // [columns][kLanes]
     const int stride = a.columns + kBeyond;
     const Turned inverse{reinterpret_cast<Four *>(weight + a.columns * kLanes), stride};
