@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,31 @@ def small_text(example_data: Path) -> str:
     """About 4,000 characters of book text: some thousand tokens."""
     with (example_data / "calibration.txt").open(encoding="utf-8", newline="") as file:
         return file.read(4000)
+
+
+@pytest.fixture(scope="session")
+def device_guard(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a simulated GPU needs of torch."""
+    from support.simulated_gpu import load_guard
+
+    load_guard(tmp_path_factory.mktemp("guard"))
+
+
+@pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.gpu)])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The device "cuda": a simulated one whose kernels run on the emulator, and a real one where there is one."""
+    if request.param == "real":
+        yield "cuda"
+        return
+    from gptqkit.kernels.library import Search
+    from support.simulated_gpu import simulated_gpu
+
+    library = request.getfixturevalue("emulation").launcher.library
+    request.getfixturevalue("device_guard")
+    monkeypatch.setattr("gptqkit.kernels.cuda_backend.find_library", lambda: Search(library=library, reason=""))
+    monkeypatch.setattr("gptqkit.kernels.sweep._library", lambda: library)
+    with simulated_gpu():
+        yield "cuda"
 
 
 @pytest.fixture(scope="session")

@@ -46,12 +46,11 @@ def test_perplexity_equals_the_reference_backends(checkpoint, emulated, small_te
     assert scores.perplexity == pytest.approx(reference.perplexity, rel=1e-3)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_perplexity_on_a_gpu(checkpoint, example_data, dtype):
-    settings = {"sequence_length": 512, "max_windows": 8, "dtype": dtype, "device": "cuda"}
-    scores = evaluate(checkpoint, example_data / "heldout.txt", **settings)
-    reference = evaluate(checkpoint, example_data / "heldout.txt", backend="torch", **settings)
+def test_perplexity_on_a_gpu(checkpoint, gpu, small_text, dtype):
+    settings = {**SETTINGS, "dtype": dtype, "device": gpu}
+    scores = evaluate(checkpoint, [small_text], **settings)
+    reference = evaluate(checkpoint, [small_text], backend="torch", **settings)
     assert (scores.backend, reference.backend) == ("cuda", "torch")
     assert scores.perplexity == pytest.approx(reference.perplexity, rel=1e-3 if dtype == "float16" else 1e-2)
 
@@ -68,11 +67,11 @@ def test_memory_of_a_loaded_model(checkpoint):
     assert torch.cuda.memory_allocated() - before <= 1.05 * reference
 
 
-@pytest.mark.gpu
-def test_generation_on_a_gpu(checkpoint):
-    model, tokenizer = load(checkpoint, device="cuda")
-    prompt = tokenizer("The captain said", return_tensors="pt").to("cuda")
-    ids = [model.generate(**prompt, max_new_tokens=12, do_sample=False) for _ in range(2)]
+def test_generation_on_a_gpu(checkpoint, gpu):
+    model, tokenizer = load(checkpoint, device=gpu)
+    prompt = tokenizer("The captain said", return_tensors="pt").to(gpu)
+    ids = [model.generate(**prompt, max_new_tokens=4, do_sample=False) for _ in range(2)]
+    assert ids[0].shape[1] == prompt.input_ids.shape[1] + 4
     assert torch.equal(*ids)
 
 

@@ -11,7 +11,7 @@ import ctypes
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,7 +168,10 @@ def _submit_here(_: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any,
 
 
 def load_guard(folder: Path) -> None:
-    """Compile and load what torch's C++ asks of a device; the process keeps it."""
+    """Compile and load what torch's C++ asks of a device, unless torch has it; the process keeps it."""
+    if torch.backends.cuda.is_built():
+        torch._C._ensureCUDADeviceGuardSet()
+        return
     source, library = folder / "guard.cpp", folder / "guard.so"
     source.write_text(GUARD, encoding="utf-8")
     torch_folder = Path(torch.__file__).parent
@@ -199,11 +202,15 @@ def simulated_gpu() -> Iterator[None]:
         "get_device_name": properties.name,
         "get_device_capability": (properties.major, properties.minor),
         "is_current_stream_capturing": False,
+        "current_stream": SimpleNamespace(cuda_stream=None, synchronize=lambda: None),
+        "device": nullcontext(),
     }
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, answer=answer: answer))
         stack.enter_context(mock.patch.object(ThreadPoolExecutor, "submit", _submit_here))
+        # Tensors of inference mode refuse what results of such operators need.
+        stack.enter_context(mock.patch.object(torch._C, "_InferenceMode", side_effect=lambda _: torch.no_grad()))
         stack.enter_context(Functions())
         stack.enter_context(Operators())
         yield
