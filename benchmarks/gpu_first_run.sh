@@ -72,7 +72,7 @@ if has pytest; then
     step subnormals 30 "${pytest[@]}" -k unit_inputs tests/kernels/test_gemm.py
     step tests 100 "${pytest[@]}" tests/kernels/test_{gemm,operands,ops,cuda_backend,streams,sweep}.py
     if has "transformers, accelerate"; then
-        step models 40 "${pytest[@]}" tests/test_kernels_in_models.py tests/test_quantizing.py
+        step models 40 "${pytest[@]}" tests/test_kernels_in_models.py tests/test_gpu.py
     else
         skip models "transformers or accelerate are not installed"
     fi

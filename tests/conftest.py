@@ -105,6 +105,10 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     if request.param == "real":
         yield "cuda"
         return
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a real GPU")
     from gptqkit.kernels.library import Search
     from support.simulated_gpu import simulated_gpu
 
