@@ -140,7 +140,7 @@ def find_targets(block: nn.Module, prefix: str, config: QuantizeConfig) -> list[
         settings = config.for_module(target.name)
         if settings is not None and target.module not in routers:
             targets.append(dataclasses.replace(target, config=settings))
-            check_shape(target.name, target.weight, settings, pieces=_pieces(target))
+            check_shape(target.name, target.weight, settings, pieces=pieces(target))
     return targets
 
 
@@ -182,7 +182,7 @@ def _matrices(module: nn.Module, prefix: str, config: QuantizeConfig) -> Iterato
                     yield Target(f"{inner}.{expert}.{name}", owner, config, f"{inner}.{name}", expert)
 
 
-def _pieces(target: Target) -> int:
+def pieces(target: Target) -> int:
     """How many matrices a target is stored as: gate and up projections of an expert are stored apart."""
     return 2 if target.expert is not None and target.name.endswith(".gate_up_proj") else 1
 

@@ -11,8 +11,8 @@ from gptqkit.budget import make_plan
 from gptqkit.errors import DoesNotFitError, GptqkitError
 from gptqkit.machine import Machine
 from gptqkit.quantizer.config import QuantizeConfig
-from gptqkit.sizes import BlockSizes, PassSizes, Sizes, Workload, measure, shapes_of
-from gptqkit.tracing import Height
+from gptqkit.rehearsal import Phase
+from gptqkit.sizes import BlockSizes, Sizes, Workload, measure, shapes_of
 from support.models import build
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -26,20 +26,17 @@ def workload(device=CPU, **changes):
 
 def sizes(workload):
     """Round numbers: a block of 1000, 100 per sample in its pass, states of 10 per sample, 500 on disk."""
-    one_pass = PassSizes(
-        statistics=min(200, max(50, workload.statistics_bytes)),
-        solver=300,
-        solved="down",
-        forward=Height(fixed=7, sample=100),
-    )
+    statistics = min(200, max(50, workload.statistics_bytes))
     block = BlockSizes(
         name="layers.0",
         count=4,
         weights=1000,
         stored=0,
         float_copy=0,
-        passes=(one_pass,),
-        forward=Height(fixed=0, sample=90),
+        phases=(
+            Phase(solved=None, statistics=statistics, fixed=7, sample=100),
+            Phase(solved="down", statistics=statistics, fixed=300, sample=0),
+        ),
         results=50,
         traced=True,
     )

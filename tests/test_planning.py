@@ -17,7 +17,6 @@ from gptqkit.pace import Pace, measure_pace
 from gptqkit.quantizer.ranks import Ranks
 from gptqkit.sizes import BlockSizes, Sizes, Workload, measure
 from gptqkit.source import StoredModel
-from gptqkit.tracing import NOTHING
 from support.models import MIXTURES, build, save, windows
 
 CPU = torch.device("cpu")
@@ -85,8 +84,11 @@ def test_a_forward_pass_that_cannot_be_traced_is_estimated_and_said(monkeypatch)
     monkeypatch.setattr("gptqkit.quantizer.stream.BlockStream.trace", fail)
     guessed = measure(gptqkit.sizes.shapes_of(model), Workload(config=CONFIG, length=24, device=CPU))
     assert not guessed.blocks[0].traced
-    assert guessed.blocks[0].forward.sample >= exact.blocks[0].forward.sample > 0
-    assert max(each.solver for each in guessed.blocks[0].passes) == max(each.solver for each in exact.blocks[0].passes)
+    coarse, fine = (
+        [max(getattr(phase, kind) for phase in sizes.blocks[0].phases) for kind in ("sample", "fixed", "statistics")]
+        for sizes in (guessed, exact)
+    )
+    assert all(rough >= right > 0 for rough, right in zip(coarse, fine, strict=True))
     made = make_plan(lambda _: guessed, Workload(config=CONFIG, length=24, device=CPU), ROOMY)
     assert made.untraced == ["model.layers.0"]
 
@@ -104,14 +106,14 @@ def test_a_run_that_does_not_fit_is_refused_before_any_work(folder, tmp_path, ma
 
 def test_a_coarse_estimate_warns_and_does_not_refuse(folder, machine, monkeypatch, caplog):
     machine(memory=100_000)
-    monkeypatch.setattr("gptqkit.tracing.dry_run", lambda *_: (_ for _ in ()).throw(RuntimeError("no meta kernel")))
+    monkeypatch.setattr("gptqkit.rehearsal.dry_run", lambda *_: (_ for _ in ()).throw(RuntimeError("no meta kernel")))
     with caplog.at_level(logging.WARNING, logger="gptqkit"):
         gptqkit.quantize(folder, windows().input_ids, None, CONFIG, sequence_length=24)
     assert "by a coarse estimate, the run does not fit" in caplog.text
 
 
 def test_a_small_machine_gives_the_same_result_with_smaller_means(folder, tmp_path, machine):
-    asked = {"config": CONFIG, "samples": 6, "sequence_length": 24}
+    asked = {"config": CONFIG, "samples": 6, "sequence_length": 48}
     needed = gptqkit.plan(folder, **asked, batch_size=6, activations="disk", timed=False).needs["RAM"].total
     results = {}
     for name, limits, options in (
@@ -120,7 +122,7 @@ def test_a_small_machine_gives_the_same_result_with_smaller_means(folder, tmp_pa
         ("disk", {}, {"activation_memory": 0, "batch_size": 1}),
     ):
         machine(**limits)
-        results[name] = gptqkit.quantize(folder, windows().input_ids, tmp_path / name, **asked, **options)
+        results[name] = gptqkit.quantize(folder, windows(6, 48).input_ids, tmp_path / name, **asked, **options)
     assert results["tight"].report.batch_size < 6
     for name, result in results.items():
         for module, weight in result.weights.items():
@@ -131,22 +133,22 @@ def test_a_small_machine_gives_the_same_result_with_smaller_means(folder, tmp_pa
 
 
 def test_a_resumed_job_keeps_its_batches_whatever_the_memory(folder, tmp_path, machine):
-    asked = {"config": CONFIG, "samples": 6, "sequence_length": 24}
-    gptqkit.quantize(folder, windows().input_ids, tmp_path / "whole", **asked)
+    asked = {"config": CONFIG, "samples": 6, "sequence_length": 48}
+    gptqkit.quantize(folder, windows(6, 48).input_ids, tmp_path / "whole", **asked)
 
     def stop(step):
         if step.layer == 1:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        gptqkit.quantize(folder, windows().input_ids, tmp_path / "out", **asked, progress=stop)
+        gptqkit.quantize(folder, windows(6, 48).input_ids, tmp_path / "out", **asked, progress=stop)
     assert work_path(tmp_path / "out").exists()
     needed = gptqkit.plan(folder, **asked, batch_size=6, activations="disk", timed=False).needs["RAM"].total
     machine(memory=needed - 1)
     with pytest.raises(DoesNotFitError, match=r"forward pass of 6 samples\. No option makes it fit"):
-        gptqkit.quantize(folder, windows().input_ids, tmp_path / "out", **asked, resume=True)
+        gptqkit.quantize(folder, windows(6, 48).input_ids, tmp_path / "out", **asked, resume=True)
     machine()
-    gptqkit.quantize(folder, windows().input_ids, tmp_path / "out", **asked, resume=True)
+    gptqkit.quantize(folder, windows(6, 48).input_ids, tmp_path / "out", **asked, resume=True)
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
@@ -172,8 +174,7 @@ def kind(count, weights):
         weights=weights,
         stored=0,
         float_copy=0,
-        passes=(),
-        forward=NOTHING,
+        phases=(),
         results=0,
         traced=True,
     )

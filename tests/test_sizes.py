@@ -36,6 +36,11 @@ def bytes_of(module):
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
+def statistics(kind):
+    """Of each pass that gathers some."""
+    return [phase.statistics for phase in kind.phases if phase.statistics and phase.solved is None]
+
+
 def test_weights_statistics_and_states_are_counted_as_they_are():
     """mistral: width 64, 2 of 4 heads for keys, feed-forward 96, 96 tokens, not tied; bfloat16 in its files."""
     model = build("mistral").bfloat16()
@@ -47,7 +52,7 @@ def test_weights_statistics_and_states_are_counted_as_they_are():
     assert kind.float_copy == 0
     width, inner = InputStatistics(64, CPU), InputStatistics(96, CPU)
     wanted = [width, width, width, inner]  # q, k and v share an input, so do gate and up
-    assert [each.statistics for each in kind.passes] == [sums.sums[0].nbytes for sums in wanted]
+    assert statistics(kind) == [sums.sums[0].nbytes for sums in wanted]
     assert on_gpu.state == torch.zeros(48, 64, dtype=torch.bfloat16).nbytes
     outside = bytes_of(model) - bytes_of(find_blocks(model)[1]) - bytes_of(model.lm_head)
     assert on_gpu.outside == outside
@@ -59,13 +64,13 @@ def test_weights_statistics_and_states_are_counted_as_they_are():
     kind = on_cpu.blocks[0]
     assert kind.stored == bytes_of(block)
     assert kind.weights == kind.float_copy == bytes_of(block.float())
-    assert [each.statistics for each in kind.passes] == [2 * sums.sums[0].nbytes for sums in wanted]
+    assert statistics(kind) == [2 * sums.sums[0].nbytes for sums in wanted]
     assert on_cpu.outside == pytest.approx(3 * outside, abs=200)  # bfloat16 and float32; buffers are float32 once
 
 
 def test_without_true_sequential_all_statistics_are_there_at_once():
     sizes = measure(shapes_of(build("mistral")), workload(true_sequential=False))
-    assert [each.statistics for each in sizes.blocks[0].passes] == [8 * (3 * 64 * 64 + 96 * 96)]
+    assert statistics(sizes.blocks[0])[0] == 8 * (3 * 64 * 64 + 96 * 96)
 
 
 def test_blocks_of_several_kinds_and_the_output_layer_are_told_apart():
@@ -75,10 +80,11 @@ def test_blocks_of_several_kinds_and_the_output_layer_are_told_apart():
     assert sizes.blocks[2].weights == sizes.blocks[2].stored == 4 * 96 * 64
 
 
-def test_blocks_without_anything_to_quantize_have_no_passes():
+def test_blocks_without_anything_to_quantize_are_run_and_not_solved():
     sizes = measure(shapes_of(build("mistral")), workload(overrides={"layers.0.": ModuleOverride(skip=True)}))
-    assert [len(kind.passes) for kind in sizes.blocks] == [0, 4]
-    assert sizes.blocks[0].forward.sample > 0
+    assert [len(statistics(kind)) for kind in sizes.blocks] == [0, 4]
+    [phase] = sizes.blocks[0].phases
+    assert phase.sample > 0
 
 
 def test_measuring_needs_no_weights_and_leaves_the_model_alone():
@@ -112,7 +118,7 @@ def test_the_solver_takes_what_the_formula_says(changes, rows, columns, dtype):
     target = Target("module", nn.Linear(columns, rows, bias=False, dtype=dtype), config, "module.weight")
     with torch.no_grad(), Footprint() as footprint:
         Solving(config, Ranks.alone(), lambda _: None, 1, None, None).solve([target], 0, [statistics], None)
-    formula = solver_bytes(rows, columns, config, calibrated=True, copies_weight=dtype != torch.float32)
+    formula = solver_bytes(target, calibrated=True)
     assert 0.97 * footprint.peak < formula < 1.15 * footprint.peak
 
 

@@ -13,10 +13,9 @@ from .calibration.activations import PLACES, Place
 from .errors import DoesNotFitError
 from .export.writer import MAX_SHARD_BYTES
 from .machine import Machine
-from .sizes import BlockSizes, Sizes, Workload
+from .sizes import LARGEST_BATCH, BlockSizes, Sizes, Workload
 from .units import size_text
 
-LARGEST_BATCH = 8  # samples per forward pass, unless told otherwise
 ALLOWANCE = 0.05  # for allocators and libraries, as a share of everything else
 FEWEST_SAMPLES = 32  # fewer samples, or shorter ones, are not advised
 SHORTEST = 256
@@ -164,7 +163,7 @@ def _choose(measure: Measure, workload: Workload, machine: Machine) -> Plan:
     sizes = measure(workload)
     while True:
         plan = _choose_for(sizes, workload, machine)
-        largest = max((each.statistics for block in sizes.blocks for each in block.passes), default=0)
+        largest = max((phase.statistics for block in sizes.blocks for phase in block.phases), default=0)
         workload = dataclasses.replace(workload, statistics_bytes=min(workload.statistics_bytes, largest) // 2)
         smaller = sizes if plan.fits else measure(workload)
         if smaller == sizes:
@@ -261,13 +260,11 @@ def _working(block: BlockSizes, sizes: Sizes, workload: Workload) -> Iterator[di
     here = workload.activations == "device" or (workload.activations == "memory" and workload.device.type == "cpu")
     per_sample = 0 if here else sizes.state  # from elsewhere, the states of a batch are brought here
     forward = f"forward pass of {batch} samples" if batch > 1 else "forward pass of a sample"
-    if sizes.streams:
-        yield {**resident, forward: block.forward.fixed + batch * (per_sample + block.forward.sample)}
-    for each in block.passes:
-        counted = {**resident, "statistics of inputs": each.statistics}
-        if sizes.streams:
-            yield {**counted, forward: each.forward.fixed + batch * (per_sample + each.forward.sample)}
-        yield {**counted, f"solver of {each.solved}": each.solver}
+    for phase in block.phases:
+        what, beside = (forward, batch * per_sample) if phase.solved is None else (f"solver of {phase.solved}", 0)
+        yield {**resident, "statistics of inputs": phase.statistics, what: phase.fixed + batch * phase.sample + beside}
+    if not block.phases:
+        yield resident
 
 
 def _nonzero(parts: Mapping[str, int]) -> dict[str, int]:

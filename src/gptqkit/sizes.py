@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,10 +13,8 @@ from transformers import PreTrainedModel
 
 from .calibration.activations import Place
 from .errors import ArchitectureError
-from .footprint import dry_run
-from .matrices import decided_bytes, pieces, solver_bytes, stored_bytes
+from .matrices import decided_bytes, stored_bytes
 from .quantizer.config import QuantizeConfig
-from .quantizer.groups import Group
 from .quantizer.modules import (
     Target,
     check_overrides,
@@ -26,11 +23,13 @@ from .quantizer.modules import (
     find_targets,
     is_tied,
     output_layer,
+    pieces,
 )
-from .quantizer.stream import BlockStream, working_copy
+from .quantizer.stream import working_copy
 from .quantizer.walk import STATISTICS_BYTES
-from .tracing import NOTHING, Height, Pass, arrange_passes, trace_block
+from .rehearsal import Phase, rehearse, solver_phase
 
+LARGEST_BATCH = 8  # samples per forward pass, unless told otherwise
 FILE_BYTES = 16 << 10  # config, model card and the like
 REPORT_BYTES = 560  # one module in quantization_report.json
 ENTRY_BYTES = 72  # one tensor in the header of a safetensors file, beside its name
@@ -82,23 +81,6 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassSizes:
-    """The modules of a block that are solved after one pass over the samples; all in bytes.
-
-    Attributes:
-        statistics: Second moments of all their inputs, and of the pools of experts.
-        solver: What the solver of one module needs beside them, for the module that needs most.
-        solved: Name of that module.
-        forward: What the pass holds, or turning what it gathers into statistics.
-    """
-
-    statistics: int
-    solver: int
-    solved: str
-    forward: Height
-
-
-@dataclass(frozen=True, kw_only=True)
 class BlockSizes:
     """One kind of block, or the output layer; all in bytes.
 
@@ -109,10 +91,9 @@ class BlockSizes:
         stored: In the dtype of the file; kept while the block works, and lent to the working weights where the dtype is
             the same, until these are replaced.
         float_copy: The block as it was, beside the one being quantized (gptaq).
-        passes: In the order of the work; none where nothing is quantized.
-        forward: What the pass through the whole block holds.
+        phases: What is held beside them in each phase of the work.
         results: Codes, scales and zeros as the solver leaves them.
-        traced: Whether the passes were traced; otherwise they are estimated from the modules' sizes.
+        traced: Whether the work was rehearsed; otherwise it is estimated from the modules' sizes.
     """
 
     name: str
@@ -120,8 +101,7 @@ class BlockSizes:
     weights: int
     stored: int
     float_copy: int
-    passes: tuple[PassSizes, ...]
-    forward: Height
+    phases: tuple[Phase, ...]
     results: int
     traced: bool
 
@@ -166,154 +146,91 @@ def measure(model: PreTrainedModel, workload: Workload) -> Sizes:
 
     Args:
         model: On the meta device, in the dtype of its files, in evaluation mode.
-        workload: Of it `samples`, `batch_size` and where hidden states are kept do not matter.
+        workload: Of it the number of samples and where hidden states are kept do not matter.
 
     Raises:
         ArchitectureError: No blocks.
         ConfigError: A module that the settings do not fit, or an override that fits none.
     """
+    config = workload.config
     prefix, blocks = find_blocks(model)
-    check_overrides(model, workload.config)
-    targets = [find_targets(block, f"{prefix}.{layer}", workload.config) for layer, block in enumerate(blocks)]
-    head = find_head(model, workload.config)
+    check_overrides(model, config)
+    targets = [find_targets(block, f"{prefix}.{layer}", config) for layer, block in enumerate(blocks)]
+    head = find_head(model, config)
     chosen = [target for of_block in targets for target in of_block] + ([head] if head else [])
     if not chosen:
         raise ArchitectureError("the overrides leave no module to quantize")
-    dtype = torch.float32 if workload.device.type == "cpu" else next(model.parameters()).dtype
     output, source = _model_bytes(model, chosen)
+    dtype = torch.float32 if workload.device.type == "cpu" else next(model.parameters()).dtype
+    streams = (2 if config.method == "gptaq" else 1) if workload.calibrated else 0
+    kinds: dict[object, list[int]] = {}
+    for layer, block in enumerate(blocks):
+        kinds.setdefault(_kind(block, targets[layer], f"{prefix}.{layer}."), []).append(layer)
+    parts: list[tuple[str, int | None, int, nn.Module, list[Target]]]
+    parts = [(f"{prefix}.{same[0]}", same[0], len(same), blocks[same[0]], targets[same[0]]) for same in kinds.values()]
+    if head is not None:
+        parts.append((head.name, None, 1, head.module, [head]))
+    stored = [_bytes(module) for *_, module, _ in parts]
     own_head = output_layer(model)
     aside = [blocks] if own_head is None or is_tied(model) else [blocks, own_head]
     inside = {id(tensor) for module in aside for tensor in _tensors(module)}
     outside = [tensor for tensor in _tensors(model) if id(tensor) not in inside]
-    stored = [_bytes(block) for block in blocks]
-    stored_head = head.weight.nbytes if head else 0
-    outside_bytes = sum(tensor.nbytes for tensor in outside if tensor.dtype != dtype and tensor.is_floating_point())
-    kinds: dict[object, list[int]] = {}
-    for layer, block in enumerate(blocks):
-        kinds.setdefault(_kind(block, targets[layer], f"{prefix}.{layer}."), []).append(layer)
-    measured = []
+    twice = sum(tensor.nbytes for tensor in outside if tensor.dtype != dtype and tensor.is_floating_point())
+    measured, state = [], 0
     with working_copy(model, torch.device("meta"), dtype):
-        outside_bytes += sum(tensor.nbytes for tensor in outside)
-        stream = BlockStream(model, blocks)
-        with dry_run():
-            state = stream.embed(
-                {"input_ids": torch.zeros(1, workload.length, dtype=torch.int64, device="meta")}
-            ).nbytes
-        for same in kinds.values():
-            layer = same[0]
-            passes, through, traced = _passes(stream, layer, targets[layer], workload)
+        for (name, place, count, module, found), from_file in zip(parts, stored, strict=True):
+            state, phases, traced = _work(model, blocks, place, found, workload)
             measured.append(
                 BlockSizes(
-                    name=f"{prefix}.{layer}",
-                    count=len(same),
-                    weights=_bytes(blocks[layer]),
-                    stored=stored[layer],
-                    float_copy=_bytes(blocks[layer]) if _paired(workload) and targets[layer] else 0,
-                    passes=passes,
-                    forward=through,
-                    results=sum(map(decided_bytes, targets[layer])),
+                    name=name,
+                    count=count,
+                    weights=_bytes(module),
+                    stored=from_file,
+                    float_copy=_bytes(module) if streams == 2 and place is not None and found else 0,
+                    phases=tuple(phases),
+                    results=sum(map(decided_bytes, found)),
                     traced=traced,
                 )
             )
-        if head is not None:
-            norm = Height(fixed=0, sample=4 * state)
-            received = Height(fixed=0, sample=state)
-            gathered = Pass(groups=(Group([[head.name]]),), top=norm, kept=received, widest=received)
-            measured.append(
-                BlockSizes(
-                    name=head.name,
-                    count=1,
-                    weights=head.weight.nbytes,
-                    stored=stored_head,
-                    float_copy=0,
-                    passes=(_pass(gathered, [head], workload, pools=0),),
-                    forward=norm,
-                    results=decided_bytes(head),
-                    traced=True,
-                )
-            )
+        outside_bytes = twice + sum(tensor.nbytes for tensor in outside)
     return Sizes(
         layers=len(blocks),
         blocks=tuple(measured),
-        outside=outside_bytes if workload.calibrated else 0,
-        state=state if workload.calibrated else 0,
-        streams=(2 if _paired(workload) else 1) if workload.calibrated else 0,
+        outside=outside_bytes if streams else 0,
+        state=state,
+        streams=streams,
         output=output,
         source=source,
     )
 
 
-def _passes(
-    stream: BlockStream, layer: int, targets: Sequence[Target], workload: Workload
-) -> tuple[tuple[PassSizes, ...], Height, bool]:
-    """The passes over one block, what the one through it holds, and whether they could be traced."""
+def _work(
+    model: PreTrainedModel, blocks: nn.ModuleList, layer: int | None, targets: list[Target], workload: Workload
+) -> tuple[int, list[Phase], bool]:
+    """Bytes of one sample's hidden states, the phases of the work on a block, and whether it could be rehearsed."""
     if not workload.calibrated:
-        empty = Pass(groups=(), top=NOTHING, kept=NOTHING, widest=NOTHING)
-        return tuple(_pass(empty, [target], workload, pools=0) for target in targets), NOTHING, True
-    by_name = {target.name: target for target in targets}
-
-    def size(name: str) -> int:
-        return _statistics(by_name[name], workload)
-
-    arrange = partial(
-        arrange_passes,
-        size=size,
-        statistics_bytes=workload.statistics_bytes,
-        true_sequential=workload.config.true_sequential,
-    )
-    trace = trace_block(stream, layer, targets, length=workload.length, arrange=arrange)
-    pools: dict[str, int] = {}  # by the kind of expert; they stay until the block is finished
-    passes = []
-    for one in trace.passes:
-        names = [name for group in one.groups for stage in group.stages for name in stage]
-        for group in one.groups:
-            if group.routed:
-                pools[group.stages[0][0].rpartition(".")[2]] = size(group.stages[0][0])
-        passes.append(_pass(one, [by_name[name] for name in names], workload, pools=sum(pools.values())))
-    return tuple(passes), trace.through, trace.exact
-
-
-def _pass(one: Pass, targets: Sequence[Target], workload: Workload, *, pools: int) -> PassSizes:
-    """The sizes of one pass that serves `targets`."""
-    streams = 2 if _paired(workload) else 1
-    itemsize = targets[0].weight.dtype.itemsize
-    routed = {name for group in one.groups if group.routed for stage in group.stages for name in stage}
-    needs = {}
-    for target in targets:
-        rows, columns = target.weight.shape
-        needs[target.name] = solver_bytes(
-            rows, columns, target.config, calibrated=workload.calibrated, copies_weight=itemsize != 4
+        return 0, [solver_phase(targets, 0, calibrated=False)] if targets else [], True
+    try:
+        state, phases = rehearse(
+            model,
+            blocks,
+            layer,
+            targets,
+            workload.config,
+            length=workload.length,
+            samples=max(LARGEST_BATCH, workload.batch_size or 0),
+            statistics_bytes=workload.statistics_bytes,
         )
-        if target.name in routed:  # filled up with the pool: two more sets of sums
-            needs[target.name] += 2 * _statistics(target, workload)
-    solved = max(needs, key=lambda name: needs[name])
-    leaders = [stage[0] for group in one.groups for stage in group.stages]
-    by_name = {target.name: target for target in targets}
-    columns = max((by_name[name].weight.shape[1] for name in leaders), default=0)
-    # Of one module at a time: a test for NaN, or float32 copies, and the difference of two streams; and some rows of
-    # the product. What the first stream fed is kept while the second is run.
-    turning = max((itemsize + 3) / itemsize, (streams * 4 * (itemsize != 4) + 4 * (streams - 1)) / itemsize)
-    product = min(columns, 1024) * columns * 4
-    held = one.kept.sample * (streams - 1)
-    forward = Height(
-        fixed=one.top.fixed + one.kept.fixed * (streams - 1) + product,
-        sample=max(one.top.sample + held, one.kept.sample + held + round(one.widest.sample * turning)),
-    )
-    return PassSizes(
-        statistics=pools + sum(_statistics(by_name[name], workload) for name in leaders),
-        solver=needs[solved],
-        solved=solved,
-        forward=forward,
-    )
-
-
-def _statistics(target: Target, workload: Workload) -> int:
-    """Sums of one input, float64."""
-    return 8 * target.weight.shape[1] ** 2 * (2 if _paired(workload) else 1)
-
-
-def _paired(workload: Workload) -> bool:
-    return workload.calibrated and workload.config.method == "gptaq"
+        return state, phases, True
+    except (ArchitectureError, RuntimeError):  # shapes that depend on numbers, or operators without a meta kernel
+        # Three times the inputs and outputs of all but experts, and the statistics of all modules where they may be.
+        sums = [8 * (2 if workload.config.method == "gptaq" else 1) * target.weight.shape[1] ** 2 for target in targets]
+        statistics = min(sum(sums), max([*sums, workload.statistics_bytes]))
+        features = sum(sum(target.weight.shape) for target in targets if not target.expert)
+        width = next(model.parameters()).itemsize
+        state = workload.length * model.config.get_text_config().hidden_size * width
+        forward = Phase(solved=None, statistics=statistics, fixed=0, sample=3 * workload.length * features * width)
+        return state, [forward, *([solver_phase(targets, statistics, calibrated=True)] if targets else [])], False
 
 
 def _kind(block: nn.Module, targets: Sequence[Target], prefix: str) -> object:
