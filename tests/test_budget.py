@@ -12,7 +12,8 @@ from gptqkit.errors import DoesNotFitError, GptqkitError
 from gptqkit.machine import Machine
 from gptqkit.quantizer.config import QuantizeConfig
 from gptqkit.rehearsal import Phase
-from gptqkit.sizes import BlockSizes, Sizes, Workload, measure, shapes_of
+from gptqkit.sizes import BlockSizes, Sizes, measure, shapes_of
+from gptqkit.workload import Workload
 from support.models import build
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -21,7 +22,7 @@ MACHINE = Machine(memory=PLENTY, program=0, gpu=PLENTY, disk=PLENTY)
 
 
 def workload(device=CPU, **changes):
-    return Workload(config=QuantizeConfig(), length=2048, device=device, **changes)
+    return Workload(config=QuantizeConfig(), sequence_length=2048, device=device, **changes)
 
 
 def sizes(workload):
@@ -31,8 +32,6 @@ def sizes(workload):
         name="layers.0",
         count=4,
         weights=1000,
-        stored=0,
-        float_copy=0,
         phases=(
             Phase(solved=None, statistics=statistics, fixed=7, sample=100),
             Phase(solved="down", statistics=statistics, fixed=300, sample=0),
@@ -40,8 +39,8 @@ def sizes(workload):
         results=50,
         traced=True,
     )
-    states = 10 * workload.length // 2048
-    return Sizes(layers=4, blocks=(block,), outside=40, state=states, streams=1, output=500, source=4000)
+    states = 10 * workload.sequence_length // 2048
+    return Sizes(layers=4, blocks=(block,), outside=40, state=states, output=500, source=4000)
 
 
 def plan(machine=None, limits=None, **changes):
@@ -149,11 +148,9 @@ def follow(asked, remedy):
     for option in remedy.split(" with "):
         name, value = option.split("=")
         value = eval(value)
-        if name == "sequence_length":
-            asked = dataclasses.replace(asked, length=value)
-        elif name == "device":
+        if name == "device":
             asked = dataclasses.replace(asked, device=torch.device(value))
-        elif name in ("samples", "batch_size", "activations"):
+        elif name in ("samples", "sequence_length", "batch_size", "activations"):
             asked = dataclasses.replace(asked, **{name: value})
         else:
             asked = dataclasses.replace(asked, config=dataclasses.replace(asked.config, **{name: value}))
@@ -168,7 +165,7 @@ def test_every_remedy_makes_it_fit_and_every_plan_is_within_the_machine():
     known = {}
 
     def sizes_of(asked):
-        key = (repr(asked.config), asked.length, asked.device)
+        key = (repr(asked.config), asked.sequence_length, asked.device)
         if key not in known:
             known[key] = measure(model, asked)
         return known[key]
@@ -177,7 +174,7 @@ def test_every_remedy_makes_it_fit_and_every_plan_is_within_the_machine():
     for _ in range(60):
         asked = Workload(
             config=config,
-            length=64,
+            sequence_length=64,
             device=draw.choice([CPU, GPU]),
             samples=draw.choice([16, 512]),
             batch_size=draw.choice([None, 32]),

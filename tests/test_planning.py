@@ -15,8 +15,9 @@ from gptqkit.export.work import work_path
 from gptqkit.machine import Machine
 from gptqkit.pace import Pace, measure_pace
 from gptqkit.quantizer.ranks import Ranks
-from gptqkit.sizes import BlockSizes, Sizes, Workload, measure
+from gptqkit.sizes import BlockSizes, Sizes, measure
 from gptqkit.source import StoredModel
+from gptqkit.workload import Workload
 from support.models import MIXTURES, build, save, windows
 
 CPU = torch.device("cpu")
@@ -48,7 +49,7 @@ def test_a_plan_needs_the_config_and_no_weights(folder, tmp_path):
     shutil.copy(folder / "config.json", without)
     made = gptqkit.plan(without, config=CONFIG, samples=16, timed=False)
     assert made.sizes == gptqkit.plan(folder, config=CONFIG, samples=16, timed=False).sizes
-    assert made.workload.length == 64  # all positions
+    assert made.workload.sequence_length == 64  # all positions
     assert made.seconds is None
     made.check()
 
@@ -80,16 +81,16 @@ def test_a_forward_pass_that_cannot_be_traced_is_estimated_and_said(monkeypatch)
         raise RuntimeError("shapes depend on numbers")
 
     model = build("mistral")
-    exact = measure(gptqkit.sizes.shapes_of(model), Workload(config=CONFIG, length=24, device=CPU))
+    exact = measure(gptqkit.sizes.shapes_of(model), Workload(config=CONFIG, sequence_length=24, device=CPU))
     monkeypatch.setattr("gptqkit.quantizer.stream.BlockStream.trace", fail)
-    guessed = measure(gptqkit.sizes.shapes_of(model), Workload(config=CONFIG, length=24, device=CPU))
+    guessed = measure(gptqkit.sizes.shapes_of(model), Workload(config=CONFIG, sequence_length=24, device=CPU))
     assert not guessed.blocks[0].traced
     coarse, fine = (
         [max(getattr(phase, kind) for phase in sizes.blocks[0].phases) for kind in ("sample", "fixed", "statistics")]
         for sizes in (guessed, exact)
     )
     assert all(rough >= right > 0 for rough, right in zip(coarse, fine, strict=True))
-    made = make_plan(lambda _: guessed, Workload(config=CONFIG, length=24, device=CPU), ROOMY)
+    made = make_plan(lambda _: guessed, Workload(config=CONFIG, sequence_length=24, device=CPU), ROOMY)
     assert made.untraced == ["model.layers.0"]
 
 
@@ -106,7 +107,7 @@ def test_a_run_that_does_not_fit_is_refused_before_any_work(folder, tmp_path, ma
 
 def test_a_coarse_estimate_warns_and_does_not_refuse(folder, machine, monkeypatch, caplog):
     machine(memory=100_000)
-    monkeypatch.setattr("gptqkit.rehearsal.dry_run", lambda *_: (_ for _ in ()).throw(RuntimeError("no meta kernel")))
+    monkeypatch.setattr("gptqkit.rehearsal.dry_run", lambda **_: (_ for _ in ()).throw(RuntimeError("no meta kernel")))
     with caplog.at_level(logging.WARNING, logger="gptqkit"):
         gptqkit.quantize(folder, windows().input_ids, None, CONFIG, sequence_length=24)
     assert "by a coarse estimate, the run does not fit" in caplog.text
@@ -155,7 +156,7 @@ def test_a_resumed_job_keeps_its_batches_whatever_the_memory(folder, tmp_path, m
 
 def test_ranks_follow_the_plan_of_the_one_with_the_least_room(machine, monkeypatch):
     model = build("mistral")
-    asked = Workload(config=CONFIG, length=24, device=CPU, samples=16)
+    asked = Workload(config=CONFIG, sequence_length=24, device=CPU, samples=16)
     roomy = planning.plan_run(model, asked, Ranks.alone(), None)
     assert roomy.workload.batch_size == 8
     machine(memory=roomy.needs["RAM"].total - 1)
@@ -172,8 +173,6 @@ def kind(count, weights):
         name="layers",
         count=count,
         weights=weights,
-        stored=0,
-        float_copy=0,
         phases=(),
         results=0,
         traced=True,
@@ -181,11 +180,11 @@ def kind(count, weights):
 
 
 def test_the_estimate_follows_weights_and_tokens():
-    sizes = Sizes(layers=5, blocks=(kind(3, 100), kind(2, 400)), outside=0, state=0, streams=1, output=0, source=0)
-    workload = Workload(config=CONFIG, length=10, device=CPU, samples=7)
+    sizes = Sizes(layers=5, blocks=(kind(3, 100), kind(2, 400)), outside=0, state=0, output=0, source=0)
+    workload = Workload(config=CONFIG, sequence_length=10, device=CPU, samples=7)
     speed = Pace(outside=2.0, block=5.0, token=0.5)
     assert speed.total(sizes, workload) == pytest.approx(2 + (3 + 2 * 4) * (5 + 70 * 0.5))
-    assert speed.total(sizes, dataclasses.replace(workload, calibrated=False)) == pytest.approx(2 + 11 * 5)
+    assert speed.total(sizes, dataclasses.replace(workload, samples=0)) == pytest.approx(2 + 11 * 5)
 
 
 @pytest.mark.parametrize("token", [1e-6, 1e-3, 1e-1])
@@ -199,7 +198,7 @@ def test_passes_and_solving_are_told_apart(token, monkeypatch):
             self.worked = 2.5 + shape[0] * shape[1] * token
 
     monkeypatch.setattr(pace, "_time", lambda _, __, shape: Watch(shape))
-    found = measure_pace(None, Workload(config=CONFIG, length=2048, device=CPU))
+    found = measure_pace(None, Workload(config=CONFIG, sequence_length=2048, device=CPU))
     assert found.token == pytest.approx(token)
     assert (found.outside, found.block) == (7.0, pytest.approx(2.8))
 
@@ -211,7 +210,7 @@ def test_timing_works_on_one_block_only(folder, monkeypatch, calibrated):
     block = source.block
     monkeypatch.setattr(source, "block", lambda layer, *rest: read.append(layer) or block(layer, *rest))
     config = CONFIG if calibrated else gptqkit.QuantizeConfig(group_size=32, method="rtn")
-    workload = Workload(config=config, length=64, device=CPU, samples=2, batch_size=2, calibrated=calibrated)
+    workload = Workload(config=config, sequence_length=64, device=CPU, samples=2 if calibrated else 0, batch_size=2)
     found = measure_pace(source, workload)
     assert set(read) == {0}
     assert found.block > 0

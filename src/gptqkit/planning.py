@@ -10,21 +10,22 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from .architecture import empty_model, explain, without_bars
+from .architecture import open_empty
 from .budget import Plan, make_plan
 from .calibration.activations import PLACES, Place
-from .errors import CheckpointError, DoesNotFitError
+from .errors import DoesNotFitError
 from .evaluating import check_length, default_length
 from .loading import choose_device
 from .machine import look
 from .pace import measure_pace
 from .quantizer.config import QuantizeConfig
 from .quantizer.ranks import Ranks
-from .sizes import Workload, measure, shapes_of
+from .sizes import measure, shapes_of
 from .source import StoredModel
 from .units import size_text
+from .workload import Workload
 
 _LOG = logging.getLogger("gptqkit")
 
@@ -68,18 +69,17 @@ def plan(
     """
     config = config or QuantizeConfig()
     place = choose_device(device)
-    shapes = open_shapes(model, trust_remote_code=trust_remote_code)
+    shapes = shapes_of(open_empty(model, trust_remote_code=trust_remote_code))
     length = default_length(shapes) if sequence_length is None else sequence_length
     check_length(shapes, length)
     workload = Workload(
         config=config,
-        length=length,
+        sequence_length=length,
         device=place,
-        samples=samples,
+        samples=0 if config.method == "rtn" else samples,
         batch_size=batch_size,
         activations=activations,
         activation_memory=activation_memory,
-        calibrated=config.method != "rtn",
     )
     made = make_plan(partial(measure, shapes), workload, look(place, Path.cwd() if out is None else Path(out).parent))
     if not timed or not made.fits or not Path(model).is_dir():
@@ -130,7 +130,7 @@ def _in_short(plan: Plan) -> str:
         + ("" if need.available is None else f" ({size_text(need.available)} there)")
         for name, need in plan.needs.items()
     ]
-    if plan.workload.calibrated:
+    if plan.workload.samples:
         needs += [f"batches of {plan.workload.batch_size}", f"hidden states: {plan.workload.activations}"]
     return ", ".join(needs)
 
@@ -140,20 +140,3 @@ def _room(plan: Plan) -> tuple[bool, int, int, int]:
     chosen = plan.workload
     place = 0 if chosen.activations == "auto" else PLACES.index(chosen.activations)
     return plan.fits, chosen.batch_size or 0, -place, chosen.statistics_bytes
-
-
-def open_shapes(path_or_id: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model of a folder or Hub id on the meta device: all shapes, in the dtype of its files, and no weights.
-
-    Raises:
-        DatasetUnavailableError: It cannot be found or fetched.
-        CheckpointError: It is quantized.
-        ArchitectureError: A model that transformers does not know, or only by running its code.
-    """
-    with explain(path_or_id), without_bars():
-        config = AutoConfig.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
-        if hasattr(config, "quantization_config"):
-            raise CheckpointError(f"{path_or_id} is quantized already; give the float model")
-        model = empty_model(config, config.dtype or torch.float32, trust_remote_code=trust_remote_code)
-    model.tie_weights()
-    return shapes_of(model)

@@ -33,8 +33,8 @@ from .quantizer.ranks import Ranks
 from .quantizer.report import QuantizationReport
 from .quantizer.solving import WalkResult
 from .quantizer.walk import quantize_blocks
-from .sizes import Workload
 from .source import FloatModel, LoadedModel, StoredModel
+from .workload import Workload
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,13 +175,12 @@ def quantize(
         with job or nullcontext():
             asked = Workload(
                 config=config,
-                length=length if windows is None else windows.input_ids.shape[1],
+                sequence_length=length if windows is None else windows.input_ids.shape[1],
                 device=ranks.device,
                 samples=0 if windows is None else len(windows.input_ids),
                 batch_size=batch_size,
                 activations=activations,
                 activation_memory=activation_memory,
-                calibrated=windows is not None,
                 writes=job is not None,
             )
             walked = _walk(source, windows, config, ranks, _planned(source, asked, ranks, job), job, progress)
@@ -223,7 +222,7 @@ def _planned(source: FloatModel, asked: Workload, ranks: Ranks, job: Job | None)
     taken = 0
     if job is not None:
         resumed = job.resumed()
-        if resumed is not None and asked.calibrated:
+        if resumed is not None and asked.samples:
             asked = dataclasses.replace(asked, batch_size=resumed.batch_size, begun=True)
         taken = sum(file.stat().st_size for file in job.folder.glob("*") if file.is_file())
     return plan_run(source.model, asked, ranks, None if job is None else job.out, already=taken).workload
@@ -249,7 +248,7 @@ def _walk(
             batch_size=workload.batch_size or 1,
             weights=source.weights,
             journal=job,
-            activations=workload.place,
+            activations="memory" if workload.activations == "auto" else workload.activations,
             statistics_bytes=workload.statistics_bytes,
             ranks=ranks,
             progress=progress,

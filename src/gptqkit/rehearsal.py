@@ -13,23 +13,24 @@ from transformers import PreTrainedModel
 from .calibration.batches import CalibrationBatches
 from .calibration.hessian import InputStatistics
 from .calibration.windows import TokenWindows
+from .errors import ArchitectureError
 from .footprint import Footprint, dry_run
 from .matrices import solver_bytes
 from .progress import silent
 from .quantizer.block import quantize_block, quantize_head
-from .quantizer.config import QuantizeConfig
 from .quantizer.modules import Target
 from .quantizer.ranks import Ranks
 from .quantizer.solving import Solving
 from .quantizer.states import States
 from .quantizer.stream import BlockStream, float_copy
+from .workload import LARGEST_BATCH, Workload
 
 _META = torch.device("meta")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """The most that is held at a time during a forward pass or the solving of a module, weights and input aside; bytes.
+    """The most that a forward pass, or the solving of a module, holds at a time beside weights and its input, in bytes.
 
     Attributes:
         solved: The module that is solved; None in a forward pass.
@@ -45,72 +46,79 @@ class Phase:
 
 
 def rehearse(
-    model: PreTrainedModel,
-    blocks: nn.ModuleList,
-    layer: int | None,
-    targets: Sequence[Target],
-    config: QuantizeConfig,
-    *,
-    length: int,
-    samples: int,
-    statistics_bytes: int,
-) -> tuple[int, list[Phase]]:
-    """Bytes of one sample's hidden states, and the phases of the work on one block or on the output layer.
+    model: PreTrainedModel, blocks: nn.ModuleList, layer: int | None, targets: list[Target], workload: Workload
+) -> tuple[list[Phase], bool]:
+    """The phases of the work on one block, and whether they were followed; if not, they are coarse estimates.
+
+    Batches of one sample and of the largest size are walked; sizes between them are taken to lie on a line, which is
+    never below what they need.
 
     Args:
         model: On the meta device, in the dtype in which it works.
         blocks: Its blocks.
         layer: Number of the block; None for the output layer.
         targets: What is quantized in it.
-        config: All settings.
-        length: Tokens per sample.
-        samples: As many as go through at once, at the most: in between, what is held is taken to lie on a line, or
-            below it where the height moves from one moment to another. 2 at least.
-        statistics_bytes: See `quantize_block`.
-
-    Raises:
-        ArchitectureError, RuntimeError: Shapes that depend on numbers, or operators without a meta kernel.
+        workload: What is asked for.
     """
-    dtype = next(model.parameters()).dtype
-    experts = 1 + max((target.expert or 0 for target in targets), default=0)
-    heights = []
-    for count in (1, samples):
-        batches = _Batches(TokenWindows(torch.zeros(count, length, dtype=torch.int64)), count, _META)
-        with dry_run(experts) as footprint:
-            states = States(
-                BlockStream(model, blocks),
-                batches,
-                Ranks.alone(_META),
-                None,
-                dtype,
-                "device",
-                None,
-                paired=config.method == "gptaq",
-            )
-            original = None if layer is None or states.float is None or not targets else float_copy(blocks[layer])
-            solving = _Solving(config, footprint)
-            if layer is None:
-                quantize_head(solving, states, targets[0])
-            else:
-                quantize_block(solving, states, layer, blocks[layer], original, list(targets), statistics_bytes)
-                states.advance(layer, original)
-                solving.passed(statistics=0)
-        heights.append(solving.phases)
+    if not workload.samples:
+        return [_solving(targets, 0, workload)], True
+    largest = max(LARGEST_BATCH, workload.batch_size or 0)
+    try:
+        one, most = (_walk(model, blocks, layer, targets, workload, samples) for samples in (1, largest))
+    except (ArchitectureError, RuntimeError):  # shapes that depend on numbers, or operators without a meta kernel
+        return _guess(targets, workload, next(model.parameters()).itemsize), False
     phases = []
-    for one, most in zip(*heights, strict=True):
-        slope = (most.fixed - one.fixed) // (samples - 1)
-        phases.append(replace(one, fixed=most.fixed - slope * samples, sample=slope))
-    return states.quantized.sample_bytes, phases
+    for few, many in zip(one, most, strict=True):
+        slope = (many.fixed - few.fixed) // (largest - 1)
+        phases.append(replace(many, fixed=many.fixed - slope * largest, sample=slope))
+    return phases, True
 
 
-def solver_phase(targets: Sequence[Target], statistics: int, *, calibrated: bool) -> Phase:
+def _walk(
+    model: PreTrainedModel,
+    blocks: nn.ModuleList,
+    layer: int | None,
+    targets: list[Target],
+    workload: Workload,
+    samples: int,
+) -> list[Phase]:
+    """The phases with one batch of `samples`, all in `fixed`."""
+    tokens = TokenWindows(torch.zeros(samples, workload.sequence_length, dtype=torch.int64))
+    batches, stream = _Batches(tokens, samples, _META), BlockStream(model, blocks)
+    paired, dtype = workload.streams == 2, next(model.parameters()).dtype
+    with dry_run(experts=1 + max((target.expert or 0 for target in targets), default=0)) as footprint:
+        states = States(stream, batches, Ranks.alone(), None, dtype, "device", None, paired=paired)
+        original = float_copy(blocks[layer]) if paired and targets and layer is not None else None
+        solving = _Solving(workload, footprint)
+        if layer is None:
+            quantize_head(solving, states, targets[0])
+        else:
+            quantize_block(solving, states, layer, blocks[layer], original, targets, workload.statistics_bytes)
+            states.advance(layer, original)
+            solving.passed(statistics=0)
+    return solving.phases
+
+
+def _guess(targets: list[Target], workload: Workload, itemsize: int) -> list[Phase]:
+    """Three times the inputs and outputs of all but experts; the statistics of all modules as far as they may go."""
+    sums = [8 * workload.streams * target.weight.shape[1] ** 2 for target in targets]
+    statistics = min(sum(sums), max([*sums, workload.statistics_bytes]))
+    features = sum(sum(target.weight.shape) for target in targets if not target.expert)
+    sample = 3 * workload.sequence_length * features * itemsize
+    forward = Phase(solved=None, statistics=statistics, fixed=0, sample=sample)
+    return [forward, _solving(targets, statistics, workload)]
+
+
+def _solving(targets: list[Target], statistics: int, workload: Workload) -> Phase:
     """The solving of that one of `targets` which takes most."""
-    sizes = {target.name: solver_bytes(target, calibrated=calibrated) for target in targets}
-    solved = max(sizes, key=lambda name: sizes[name])
-    return Phase(solved=solved, statistics=statistics, fixed=sizes[solved], sample=0)
+    sizes = {target.name: solver_bytes(target, calibrated=workload.samples > 0) for target in targets}
+    solved = max(sizes, key=lambda name: sizes[name], default=None)
+    return Phase(solved=solved, statistics=statistics, fixed=sizes.get(solved or "", 0), sample=0)
 
 
 class _Batches(CalibrationBatches):
+    """Adds inputs to statistics without looking at their numbers."""
+
     def add(
         self,
         statistics: Sequence[InputStatistics],
@@ -130,13 +138,13 @@ class _Solving(Solving):
     """Notes what is held, and solves nothing.
 
     Attributes:
-        phases: So far, with all samples in `fixed`.
+        phases: So far.
     """
 
-    def __init__(self, config: QuantizeConfig, footprint: Footprint) -> None:
-        super().__init__(config, Ranks.alone(_META), silent, 0, None, None)
+    def __init__(self, workload: Workload, footprint: Footprint) -> None:
+        super().__init__(workload.config, Ranks.alone(), silent, 0, None, None)
         self.phases: list[Phase] = []
-        self._footprint = footprint
+        self._workload, self._footprint = workload, footprint
         self._before = footprint.peak = footprint.live
 
     @property
@@ -159,7 +167,7 @@ class _Solving(Solving):
         statistics: Sequence[InputStatistics | None],
         pool: InputStatistics | None,
     ) -> None:
-        phase = solver_phase(targets, self._held, calibrated=True)
+        phase = _solving(targets, self._held, self._workload)
         if pool is not None:  # statistics are filled up with it: two more sets of sums
             most = max(sum(each.nbytes for each in one.sums) for one in statistics if one is not None)
             phase = replace(phase, fixed=phase.fixed + 2 * most)

@@ -3,81 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .calibration.activations import Place
 from .errors import ArchitectureError
+from .footprint import dry_run
 from .matrices import decided_bytes, stored_bytes
-from .quantizer.config import QuantizeConfig
-from .quantizer.modules import (
-    Target,
-    check_overrides,
-    find_blocks,
-    find_head,
-    find_targets,
-    is_tied,
-    output_layer,
-    pieces,
-)
-from .quantizer.stream import working_copy
-from .quantizer.walk import STATISTICS_BYTES
-from .rehearsal import Phase, rehearse, solver_phase
+from .quantizer.modules import Target, check_overrides, find_blocks, find_head, find_targets, is_tied, output_layer
+from .quantizer.stream import BlockStream, working_copy
+from .rehearsal import Phase, rehearse
+from .workload import Workload
 
-LARGEST_BATCH = 8  # samples per forward pass, unless told otherwise
 FILE_BYTES = 16 << 10  # config, model card and the like
-REPORT_BYTES = 560  # one module in quantization_report.json
-ENTRY_BYTES = 72  # one tensor in the header of a safetensors file, beside its name
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What a run is asked to do.
-
-    Attributes:
-        config: Settings of the quantization.
-        length: Tokens per sample.
-        device: Where blocks run and solvers work.
-        samples: Calibration samples.
-        batch_size: Samples per forward pass; None for what fits.
-        activations: Where hidden states are kept between blocks; "auto" for the fastest place where they fit.
-        activation_memory: Bytes of RAM that "auto" may give to hidden states; None for half of what is free.
-        statistics_bytes: How much the statistics of one pass may take, as long as those of one stage fit.
-        calibrated: Whether there is calibration text; only plain rounding does without.
-        processes: How many share the samples.
-        begun: Whether the job goes on where it stopped: what shows in its result is decided.
-        writes: Whether a checkpoint is written; without, everything stays in RAM.
-    """
-
-    config: QuantizeConfig
-    length: int
-    device: torch.device
-    samples: int = 128
-    batch_size: int | None = None
-    activations: Literal["auto"] | Place = "auto"
-    activation_memory: int | None = None
-    statistics_bytes: int = STATISTICS_BYTES
-    calibrated: bool = True
-    processes: int = 1
-    begun: bool = False
-    writes: bool = True
-
-    @property
-    def place(self) -> Place:
-        """Where hidden states are kept, in RAM where that is still open."""
-        return "memory" if self.activations == "auto" else self.activations
-
-    @property
-    def share(self) -> int:
-        """Samples of the process that has most: whole batches."""
-        batch = self.batch_size or 1
-        batches = -(-self.samples // batch)
-        return min(self.samples, -(-batches // self.processes) * batch)
+MATRIX_BYTES = 1 << 10  # headers of a matrix's tensors, and its row of the report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +30,8 @@ class BlockSizes:
     Attributes:
         name: The first of its kind.
         count: How many blocks are of this kind.
-        weights: In the dtype in which they work.
-        stored: In the dtype of the file; kept while the block works, and lent to the working weights where the dtype is
-            the same, until these are replaced.
-        float_copy: The block as it was, beside the one being quantized (gptaq).
+        weights: As stored, and as they work, which are others as soon as they are quantized; for GPTAQ also as they
+            were.
         phases: What is held beside them in each phase of the work.
         results: Codes, scales and zeros as the solver leaves them.
         traced: Whether the work was rehearsed; otherwise it is estimated from the modules' sizes.
@@ -99,8 +40,6 @@ class BlockSizes:
     name: str
     count: int
     weights: int
-    stored: int
-    float_copy: int
     phases: tuple[Phase, ...]
     results: int
     traced: bool
@@ -114,9 +53,8 @@ class Sizes:
         layers: Number of blocks.
         blocks: Every kind of block, and the output layer where it is quantized.
         outside: Embedding and whatever else is outside the blocks, in the dtype in which it works and, where that is
-            another, in that of the file.
+            another, in that of the file; 0 without calibration.
         state: One sample's hidden states.
-        streams: 2 where the float model's hidden states are kept too (gptaq), else 1, or 0 without calibration.
         output: The checkpoint's tensors with their headers, and its report.
         source: The float model's tensors.
     """
@@ -125,7 +63,6 @@ class Sizes:
     blocks: tuple[BlockSizes, ...]
     outside: int
     state: int
-    streams: int
     output: int
     source: int
 
@@ -155,85 +92,67 @@ def measure(model: PreTrainedModel, workload: Workload) -> Sizes:
     config = workload.config
     prefix, blocks = find_blocks(model)
     check_overrides(model, config)
-    targets = [find_targets(block, f"{prefix}.{layer}", config) for layer, block in enumerate(blocks)]
+    kinds: dict[object, list[tuple[str, int | None, nn.Module, list[Target]]]] = {}
+    for layer, block in enumerate(blocks):
+        name = f"{prefix}.{layer}"
+        targets = find_targets(block, name, config)
+        kinds.setdefault(_kind(block, targets, name), []).append((name, layer, block, targets))
     head = find_head(model, config)
-    chosen = [target for of_block in targets for target in of_block] + ([head] if head else [])
+    if head is not None:
+        kinds[head.name] = [(head.name, None, head.module, [head])]
+    chosen = [target for same in kinds.values() for *_, targets in same for target in targets]
     if not chosen:
         raise ArchitectureError("the overrides leave no module to quantize")
-    output, source = _model_bytes(model, chosen)
-    dtype = torch.float32 if workload.device.type == "cpu" else next(model.parameters()).dtype
-    streams = (2 if config.method == "gptaq" else 1) if workload.calibrated else 0
-    kinds: dict[object, list[int]] = {}
-    for layer, block in enumerate(blocks):
-        kinds.setdefault(_kind(block, targets[layer], f"{prefix}.{layer}."), []).append(layer)
-    parts: list[tuple[str, int | None, int, nn.Module, list[Target]]]
-    parts = [(f"{prefix}.{same[0]}", same[0], len(same), blocks[same[0]], targets[same[0]]) for same in kinds.values()]
-    if head is not None:
-        parts.append((head.name, None, 1, head.module, [head]))
-    stored = [_bytes(module) for *_, module, _ in parts]
+
+    stored = {id(tensor): tensor.nbytes for tensor in _tensors(model)}
+    source = sum({id(tensor): tensor.nbytes for tensor in model.state_dict(keep_vars=True).values()}.values())
+    output = source + FILE_BYTES + sum(stored_bytes(target) - target.weight.nbytes + MATRIX_BYTES for target in chosen)
     own_head = output_layer(model)
-    aside = [blocks] if own_head is None or is_tied(model) else [blocks, own_head]
-    inside = {id(tensor) for module in aside for tensor in _tensors(module)}
-    outside = [tensor for tensor in _tensors(model) if id(tensor) not in inside]
-    twice = sum(tensor.nbytes for tensor in outside if tensor.dtype != dtype and tensor.is_floating_point())
-    measured, state = [], 0
+    inside = {id(tensor) for tensor in _tensors(blocks)}
+    if own_head is not None and not is_tied(model):
+        inside |= {id(tensor) for tensor in _tensors(own_head)}
+    dtype = torch.float32 if workload.device.type == "cpu" else next(model.parameters()).dtype
+    measured = []
     with working_copy(model, torch.device("meta"), dtype):
-        for (name, place, count, module, found), from_file in zip(parts, stored, strict=True):
-            state, phases, traced = _work(model, blocks, place, found, workload)
+        for same in kinds.values():
+            name, place, module, targets = same[0]
+            phases, traced = rehearse(model, blocks, place, targets, workload)
+            copies = 2 if workload.streams == 2 and place is not None and targets else 1
             measured.append(
                 BlockSizes(
                     name=name,
-                    count=count,
-                    weights=_bytes(module),
-                    stored=from_file,
-                    float_copy=_bytes(module) if streams == 2 and place is not None and found else 0,
+                    count=len(same),
+                    weights=sum(stored[id(tensor)] + copies * tensor.nbytes for tensor in _tensors(module)),
                     phases=tuple(phases),
-                    results=sum(map(decided_bytes, found)),
+                    results=sum(map(decided_bytes, targets)),
                     traced=traced,
                 )
             )
-        outside_bytes = twice + sum(tensor.nbytes for tensor in outside)
+        outside = 0
+        for tensor in _tensors(model) if workload.samples else ():
+            if id(tensor) not in inside:
+                outside += tensor.nbytes + (stored[id(tensor)] if stored[id(tensor)] != tensor.nbytes else 0)
+        state = _state(model, blocks, workload)
     return Sizes(
         layers=len(blocks),
         blocks=tuple(measured),
-        outside=outside_bytes if streams else 0,
+        outside=outside,
         state=state,
-        streams=streams,
         output=output,
         source=source,
     )
 
 
-def _work(
-    model: PreTrainedModel, blocks: nn.ModuleList, layer: int | None, targets: list[Target], workload: Workload
-) -> tuple[int, list[Phase], bool]:
-    """Bytes of one sample's hidden states, the phases of the work on a block, and whether it could be rehearsed."""
-    if not workload.calibrated:
-        return 0, [solver_phase(targets, 0, calibrated=False)] if targets else [], True
-    try:
-        state, phases = rehearse(
-            model,
-            blocks,
-            layer,
-            targets,
-            workload.config,
-            length=workload.length,
-            samples=max(LARGEST_BATCH, workload.batch_size or 0),
-            statistics_bytes=workload.statistics_bytes,
-        )
-        return state, phases, True
-    except (ArchitectureError, RuntimeError):  # shapes that depend on numbers, or operators without a meta kernel
-        # Three times the inputs and outputs of all but experts, and the statistics of all modules where they may be.
-        sums = [8 * (2 if workload.config.method == "gptaq" else 1) * target.weight.shape[1] ** 2 for target in targets]
-        statistics = min(sum(sums), max([*sums, workload.statistics_bytes]))
-        features = sum(sum(target.weight.shape) for target in targets if not target.expert)
-        width = next(model.parameters()).itemsize
-        state = workload.length * model.config.get_text_config().hidden_size * width
-        forward = Phase(solved=None, statistics=statistics, fixed=0, sample=3 * workload.length * features * width)
-        return state, [forward, *([solver_phase(targets, statistics, calibrated=True)] if targets else [])], False
+def _state(model: PreTrainedModel, blocks: nn.ModuleList, workload: Workload) -> int:
+    """Bytes of the hidden states of a sample."""
+    if not workload.samples:
+        return 0
+    tokens = torch.zeros(1, workload.sequence_length, dtype=torch.int64, device="meta")
+    with dry_run():
+        return BlockStream(model, blocks).embed({"input_ids": tokens}).nbytes
 
 
-def _kind(block: nn.Module, targets: Sequence[Target], prefix: str) -> object:
+def _kind(block: nn.Module, targets: Iterable[Target], prefix: str) -> object:
     """Equal for blocks of the same modules, shapes and settings."""
     shapes = tuple((name, tensor.shape) for name, tensor in block.state_dict().items())
     settings = tuple((each.name.removeprefix(prefix), each.config.bits, each.config.group_size) for each in targets)
@@ -242,28 +161,3 @@ def _kind(block: nn.Module, targets: Sequence[Target], prefix: str) -> object:
 
 def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in _tensors(module))
-
-
-def _model_bytes(model: PreTrainedModel, targets: Iterable[Target]) -> tuple[int, int]:
-    """Bytes of the checkpoint, and of the float model."""
-    packed: dict[str, list[Target]] = {}
-    for target in targets:
-        packed.setdefault(target.parameter, []).append(target)
-    output, source = FILE_BYTES, 0
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        source += tensor.nbytes
-        output += tensor.nbytes
-        for target in packed.get(name, []):
-            output += stored_bytes(target) - target.weight.nbytes + REPORT_BYTES
-            output += 4 * pieces(target) * (ENTRY_BYTES + len(target.name))
-        if name not in packed:
-            output += ENTRY_BYTES + len(name)
-    return output, source
