@@ -76,7 +76,7 @@ def test_quantize_passes_every_option_on(monkeypatch: pytest.MonkeyPatch, capsys
         "--samples 3 --sequence-length 16 --seed 7 --no-act-group-aware --static-groups --device cpu --damp 0.05 "
         "--no-mse --alpha 0.5 --no-true-sequential --block-size 32 --float64 --skip-nonfinite --lm-head --batch-size 2 "
         "--column c --split s --no-concatenate --evaluate-on b.txt --overwrite --resume --activations disk "
-        "--activation-memory 3KiB "
+        "--activation-memory 3KiB --no-fit-check "
         "--trust-remote-code"
     )
     assert cli.main(command.split()) == 0
@@ -116,6 +116,7 @@ def test_quantize_passes_every_option_on(monkeypatch: pytest.MonkeyPatch, capsys
         "resume": True,
         "activations": "disk",
         "activation_memory": 3072,
+        "fit_check": False,
         "trust_remote_code": True,
     }
     captured = capsys.readouterr()
@@ -252,8 +253,8 @@ class Planned(Recorder):
         super().__init__(values)
         self.refusal = refusal
 
-    def check(self) -> None:
-        if self.refusal is not None:
+    def check(self, *, fit_check: bool = True) -> None:
+        if self.refusal is not None and fit_check:
             raise self.refusal
 
 
@@ -302,6 +303,7 @@ def test_a_plan_that_does_not_fit_is_shown_and_then_refused(
     captured = capsys.readouterr()
     assert json.loads(captured.out) == PLAN
     assert captured.err == "gptqkit: error: too large\n"
+    assert cli.main(["plan", "org/model", "--json", "--no-fit-check"]) == 0
 
 
 def test_evaluate_prints_a_table_and_writes_json(

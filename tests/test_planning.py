@@ -97,12 +97,25 @@ def test_a_forward_pass_that_cannot_be_traced_is_estimated_and_said(monkeypatch)
 def test_a_run_that_does_not_fit_is_refused_before_any_work(folder, tmp_path, machine):
     machine(memory=100_000)
     worked = []
-    with pytest.raises(DoesNotFitError, match="of RAM needed"):
+    with pytest.raises(
+        DoesNotFitError, match=r"of RAM needed.*fit_check=False \(--no-fit-check\) goes on all the same"
+    ):
         gptqkit.quantize(
             folder, windows().input_ids, tmp_path / "out", CONFIG, sequence_length=24, progress=worked.append
         )
     assert not worked
     assert {path.name for path in tmp_path.iterdir()} == {"model"}
+
+
+def test_a_refusal_can_be_overridden(folder, tmp_path, machine, caplog):
+    machine(memory=100_000)
+    with caplog.at_level(logging.WARNING, logger="gptqkit"):
+        result = gptqkit.quantize(
+            folder, windows().input_ids, tmp_path / "out", CONFIG, sequence_length=24, fit_check=False
+        )
+    assert "the run does not fit" in caplog.text
+    assert result.report.batch_size == 1  # the most modest choice
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_a_coarse_estimate_warns_and_does_not_refuse(folder, machine, monkeypatch, caplog):

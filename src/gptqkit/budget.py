@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from .machine import Machine
 from .sizes import BlockSizes, Sizes
 from .units import size_text
 from .workload import LARGEST_BATCH, Workload
+
+_LOG = logging.getLogger("gptqkit")
 
 ALLOWANCE = 0.05  # for allocators and libraries, as a share of everything else
 FEWEST_SAMPLES = 32  # fewer samples, or shorter ones, are not advised
@@ -79,8 +82,15 @@ class Plan:
         """Kinds of blocks whose forward pass could not be traced by shapes, so that its memory is a coarse estimate."""
         return [block.name for block in self.sizes.blocks if not block.traced]
 
-    def check(self) -> None:
-        """Raise DoesNotFitError where something is missing: what, how much, and which option makes it fit."""
+    def check(self, *, fit_check: bool = True) -> None:
+        """Say where something is missing: what, how much, and which option makes it fit.
+
+        Args:
+            fit_check: Refuse; False only warns, as is always done where the estimate is coarse.
+
+        Raises:
+            DoesNotFitError: Something is missing.
+        """
         if self.fits:
             return
         missing = [
@@ -95,7 +105,13 @@ class Plan:
         else:
             wanted = [f"{size_text(need.total)} of {name}" for name, need in (self.least or {}).items() if need.missing]
             advice = f"No option makes it fit; the least that would do is {' and '.join(wanted)}"
-        raise DoesNotFitError(f"the run does not fit: {'; '.join(missing)}. {advice}")
+        problem = f"the run does not fit: {'; '.join(missing)}. {advice}"
+        if self.untraced:
+            _LOG.warning("by a coarse estimate, %s", problem)
+        elif not fit_check:
+            _LOG.warning("%s. It was asked for all the same", problem)
+        else:
+            raise DoesNotFitError(f"{problem}. If this is wrong, fit_check=False (--no-fit-check) goes on all the same")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from .architecture import open_empty
 from .budget import Plan, make_plan
 from .calibration.activations import PLACES, Place
-from .errors import DoesNotFitError
 from .evaluating import check_length, default_length
 from .loading import choose_device
 from .machine import look
@@ -89,7 +88,15 @@ def plan(
     return dataclasses.replace(made, seconds=pace.total(made.sizes, made.workload))
 
 
-def plan_run(model: PreTrainedModel, workload: Workload, ranks: Ranks, out: Path | None, *, already: int = 0) -> Plan:
+def plan_run(
+    model: PreTrainedModel,
+    workload: Workload,
+    ranks: Ranks,
+    out: Path | None,
+    *,
+    already: int = 0,
+    fit_check: bool = True,
+) -> Plan:
     """The plan that all ranks of a run follow: that of the rank with the least room.
 
     Args:
@@ -98,6 +105,7 @@ def plan_run(model: PreTrainedModel, workload: Workload, ranks: Ranks, out: Path
         ranks: The processes.
         out: The checkpoint to be.
         already: Bytes on disk that the run has taken before.
+        fit_check: See `Plan.check`.
 
     Raises:
         DoesNotFitError: Something is missing, on any rank.
@@ -112,12 +120,7 @@ def plan_run(model: PreTrainedModel, workload: Workload, ranks: Ranks, out: Path
         made = make_plan(partial(measure, shapes_of(model).eval()), asked, machine)
     chosen = min(ranks.gather(made), key=_room)
     with ranks.together():
-        try:
-            chosen.check()
-        except DoesNotFitError as error:
-            if not chosen.untraced:
-                raise
-            _LOG.warning("by a coarse estimate, %s", error)
+        chosen.check(fit_check=fit_check)
     if ranks.rank == 0:
         _LOG.info("planned: %s", _in_short(chosen))
     return chosen
