@@ -40,7 +40,8 @@ def sizes(workload):
         traced=True,
     )
     states = 10 * workload.sequence_length // 2048
-    return Sizes(layers=4, blocks=(block,), outside=40, state=states, output=500, source=4000)
+    evaluation = {"quantized model": 2000, "evaluation of 8 windows": 3000} if workload.evaluate_on else {}
+    return Sizes(layers=4, blocks=(block,), outside=40, state=states, output=500, source=4000, evaluation=evaluation)
 
 
 def plan(machine=None, limits=None, **changes):
@@ -113,6 +114,19 @@ def test_what_is_not_known_is_not_refused():
     made.check()
 
 
+def test_the_evaluation_at_the_end_counts_where_it_takes_more():
+    made = plan(device=GPU, evaluate_on="text", limits={"gpu": 4000})
+    assert made.needs["GPU memory"].parts == {
+        "quantized model": 2000,
+        "evaluation of 8 windows": 3000,
+        "allowance": 250,
+    }
+    assert "evaluate_on=None" in made.remedies
+    assert plan(device=GPU, limits={"gpu": 4000}).fits
+    # Hidden states are held to their budget whichever height counts.
+    assert plan(evaluate_on="text", samples=128, activation_memory=1279).workload.activations == "disk"
+
+
 @pytest.mark.parametrize(
     ("changes", "limits", "remedies"),
     [
@@ -150,7 +164,7 @@ def follow(asked, remedy):
         value = eval(value)
         if name == "device":
             asked = dataclasses.replace(asked, device=torch.device(value))
-        elif name in ("samples", "sequence_length", "batch_size", "activations"):
+        elif name in ("samples", "sequence_length", "batch_size", "activations", "evaluate_on"):
             asked = dataclasses.replace(asked, **{name: value})
         else:
             asked = dataclasses.replace(asked, config=dataclasses.replace(asked.config, **{name: value}))
@@ -165,7 +179,7 @@ def test_every_remedy_makes_it_fit_and_every_plan_is_within_the_machine():
     known = {}
 
     def sizes_of(asked):
-        key = (repr(asked.config), asked.sequence_length, asked.device)
+        key = (repr(asked.config), asked.sequence_length, asked.device, asked.evaluate_on)
         if key not in known:
             known[key] = measure(model, asked)
         return known[key]
@@ -179,6 +193,7 @@ def test_every_remedy_makes_it_fit_and_every_plan_is_within_the_machine():
             samples=draw.choice([16, 512]),
             batch_size=draw.choice([None, 32]),
             activations=draw.choice(["auto", "memory"]),
+            evaluate_on=draw.choice([None, "text"]),
         )
         machine = Machine(
             memory=draw.choice([1 << 18, 3 << 18, 1 << 20, 3 << 20, 1 << 24]),

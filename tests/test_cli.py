@@ -272,7 +272,8 @@ def test_plan_takes_the_options_of_quantize(
 ) -> None:
     plan = replace(monkeypatch, "plan", Planned(PLAN))
     command = "plan org/model --out out --bits 3 --method gptaq --calibration a.txt --samples 3 --sequence-length 16 "
-    command += "--batch-size 2 --activations disk --activation-memory 1GiB --device cpu --trust-remote-code --untimed"
+    command += "--batch-size 2 --activations disk --activation-memory 1GiB --device cpu --trust-remote-code --untimed "
+    command += "--evaluate-on b.txt"
     assert cli.main(command.split()) == 0
     assert plan.args == ("org/model",)
     assert plan.options == {
@@ -284,6 +285,7 @@ def test_plan_takes_the_options_of_quantize(
         "activations": "disk",
         "activation_memory": 1 << 30,
         "device": "cpu",
+        "evaluate_on": "b.txt",
         "timed": False,
         "trust_remote_code": True,
     }

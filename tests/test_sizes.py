@@ -159,3 +159,17 @@ def test_a_whole_run_holds_at_its_height_what_the_plan_says(name, changes):
         quantize_blocks(model, windows(8, 48), asked.config, device=CPU, batch_size=4)
     expected = need.total - need.parts["allowance"] - already_there
     assert 0.9 * footprint.peak < expected < 1.2 * footprint.peak
+
+
+@pytest.mark.parametrize(("name", "vocabulary"), [("llama", 96), ("gpt2", 96), ("qwen2", 4096), ("mistral", 4096)])
+def test_the_evaluation_at_the_end_holds_what_the_plan_says(name, vocabulary, tmp_path):
+    model = build(name, vocab_size=vocabulary, dtype=torch.bfloat16).bfloat16()
+    asked = dataclasses.replace(workload(), evaluate_on="text")
+    sizes = measure(shapes_of(model), asked).evaluation
+    gptqkit.quantize(model, None, tmp_path / "out", QuantizeConfig(method="rtn", group_size=32))
+    loaded, _ = gptqkit.load(tmp_path / "out", device="cpu")
+    with Footprint() as footprint:
+        gptqkit.evaluate(loaded, torch.randint(96, (8 * 48,)), sequence_length=48)
+    assert sizes["quantized model"] == pytest.approx(bytes_of(loaded), rel=0.02)
+    unseen = 48 * vocabulary * 4  # torch's own copy of a window's logits, inside cross_entropy
+    assert 0.9 * footprint.peak < sizes["evaluation of 8 windows"] < 1.1 * (footprint.peak + unseen)

@@ -156,7 +156,9 @@ def make_plan(measure: Measure, workload: Workload, machine: Machine) -> Plan:
         before = None
         while True:
             largest = max(LARGEST_BATCH, asked.batch_size or 0)  # what else is left out does not matter to sizes
-            key = repr((asked.config, asked.sequence_length, asked.device, asked.statistics_bytes, largest))
+            key = repr(
+                (asked.config, asked.sequence_length, asked.device, asked.statistics_bytes, asked.evaluate_on, largest)
+            )
             if key not in known:
                 known[key] = measure(asked)
             sizes = known[key]
@@ -202,26 +204,25 @@ def _within_budget(plan: Plan, asked: Workload, machine: Machine) -> bool:
     budget = asked.activation_memory
     if budget is None and machine.memory is not None:
         budget = (machine.memory - machine.program) // 2
-    return budget is None or plan.needs["RAM"].parts.get("hidden states", 0) <= budget
+    return budget is None or plan.sizes.state * asked.streams * plan.workload.share <= budget
 
 
 def _needs(sizes: Sizes, workload: Workload, machine: Machine) -> dict[str, Need]:
     """What `workload`, its choices made, needs of everything at its height."""
     states = sizes.state * workload.streams
     work = max((_work(block, sizes, workload) for block in sizes.blocks), key=lambda parts: sum(parts.values()))
-    ram = {"Python, torch, transformers": machine.program}
-    gpu: dict[str, int] = {}
-    (ram if workload.device.type == "cpu" else gpu).update(work)
-    place = gpu if workload.activations == "device" and workload.device.type != "cpu" else ram
-    if workload.activations != "disk":
-        place["hidden states"] = states * workload.share
-    if workload.writes:
-        ram["quantized weights"] = max(block.results for block in sizes.blocks)
+    on_device = workload.device.type != "cpu" and workload.activations == "device"
+    held = {"hidden states": 0 if workload.activations == "disk" else states * workload.share}
+    results = [block.results * (1 if workload.writes else block.count) for block in sizes.blocks]
+    decided = {"quantized weights": max(results) if workload.writes else sum(results)}
+    program = {"Python, torch, transformers": machine.program}
+    if workload.device.type == "cpu":
+        needs = {"RAM": _need([{**work, **held, **decided}, sizes.evaluation], machine.memory, program)}
     else:
-        ram["quantized weights"] = sum(block.results * block.count for block in sizes.blocks)
-    needs = {"RAM": _need(ram, machine.memory)}
-    if gpu:
-        needs["GPU memory"] = _need(gpu, machine.gpu)
+        needs = {
+            "RAM": _need([decided if on_device else {**held, **decided}], machine.memory, program),
+            "GPU memory": _need([{**work, **held} if on_device else work, sizes.evaluation], machine.gpu, {}),
+        }
     if workload.writes:
         joined = ("a file while it is joined", min(sizes.output, MAX_SHARD_BYTES))
         kept = ("hidden states, to resume from", 2 * states * workload.samples)
@@ -230,12 +231,12 @@ def _needs(sizes: Sizes, workload: Workload, machine: Machine) -> dict[str, Need
     return needs
 
 
-def _need(parts: Mapping[str, int], available: int | None) -> Need:
-    """Those parts that are there, and an allowance."""
+def _need(heights: list[Mapping[str, int]], available: int | None, always: Mapping[str, int]) -> Need:
+    """The parts of the largest of some heights, with what is there at all of them, and an allowance."""
+    most = max(heights, key=lambda parts: sum(parts.values()))
+    parts = {name: size for name, size in {**always, **most}.items() if size}
     allowance = round(sum(parts.values()) * ALLOWANCE)
-    return Need(
-        parts={name: size for name, size in {**parts, "allowance": allowance}.items() if size}, available=available
-    )
+    return Need(parts={**parts, "allowance": allowance} if allowance else parts, available=available)
 
 
 def _work(block: BlockSizes, sizes: Sizes, workload: Workload) -> dict[str, int]:
@@ -284,7 +285,10 @@ def _remedies(
 def _options(workload: Workload, machine: Machine) -> dict[str, list[Any]]:
     """Every option with the values that may help, the mildest first; options that cost quality come last."""
     config, open_choices = workload.config, workload.activations == "auto" and workload.activation_memory is None
-    options: dict[str, list[Any]] = {"activations": [] if open_choices else ["memory", "disk"][: 1 + workload.writes]}
+    options: dict[str, list[Any]] = {
+        "activations": [] if open_choices else ["memory", "disk"][: 1 + workload.writes],
+        "evaluate_on": [] if workload.evaluate_on is None else [None],
+    }
     if workload.begun:
         return options
     return options | {

@@ -112,6 +112,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         activations=arguments.activations,
         activation_memory=arguments.activation_memory,
         device=arguments.device,
+        evaluate_on=arguments.evaluate_on,
         timed=not arguments.untimed,
         trust_remote_code=arguments.trust_remote_code,
     )

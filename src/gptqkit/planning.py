@@ -40,6 +40,7 @@ def plan(
     activations: Literal["auto"] | Place = "auto",
     activation_memory: int | None = None,
     device: str | torch.device = "auto",
+    evaluate_on: str | Path | None = None,
     timed: bool = True,
     trust_remote_code: bool = False,
 ) -> Plan:
@@ -57,6 +58,7 @@ def plan(
         activations: Where hidden states are kept between blocks: "device", "memory" or "disk"; "auto" chooses.
         activation_memory: Bytes of RAM that "auto" may give to hidden states; None for half of what is free.
         device: "auto" takes a GPU where there is one.
+        evaluate_on: Text that the checkpoint would be evaluated on; it is not read.
         timed: Run and solve one block, to estimate the time; only where the run fits, and for a model in a folder.
         trust_remote_code: Let transformers run code that comes with the model.
 
@@ -79,6 +81,7 @@ def plan(
         batch_size=batch_size,
         activations=activations,
         activation_memory=activation_memory,
+        evaluate_on=evaluate_on,
     )
     made = make_plan(partial(measure, shapes), workload, look(place, Path.cwd() if out is None else Path(out).parent))
     if not timed or not made.fits or not Path(model).is_dir():

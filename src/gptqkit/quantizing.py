@@ -185,6 +185,7 @@ def quantize(
                 activations=activations,
                 activation_memory=activation_memory,
                 writes=job is not None,
+                evaluate_on=evaluate_on,
             )
             workload = _planned(source, asked, ranks, job, fit_check=fit_check)
             walked = _walk(source, windows, config, ranks, workload, job, progress)

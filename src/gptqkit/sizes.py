@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .errors import ArchitectureError
+from .evaluation.perplexity import CHUNK
 from .footprint import dry_run
 from .matrices import decided_bytes, stored_bytes
 from .quantizer.modules import Target, check_overrides, find_blocks, find_head, find_targets, is_tied, output_layer
@@ -19,6 +20,7 @@ from .quantizer.stream import BlockStream, working_copy
 from .rehearsal import Phase, rehearse
 from .workload import Workload
 
+EVALUATED = 8  # windows at a time, as `evaluate` takes them
 FILE_BYTES = 16 << 10  # config, model card and the like
 MATRIX_BYTES = 1 << 10  # headers of a matrix's tensors, and its row of the report
 
@@ -57,6 +59,7 @@ class Sizes:
         state: One sample's hidden states.
         output: The checkpoint's tensors with their headers, and its report.
         source: The float model's tensors.
+        evaluation: What evaluating the checkpoint takes at the end, by name; empty where it is not asked for.
     """
 
     layers: int
@@ -65,6 +68,7 @@ class Sizes:
     state: int
     output: int
     source: int
+    evaluation: Mapping[str, int] = field(default_factory=dict)
 
 
 def shapes_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -140,7 +144,34 @@ def measure(model: PreTrainedModel, workload: Workload) -> Sizes:
         state=state,
         output=output,
         source=source,
+        evaluation={} if workload.evaluate_on is None else _evaluation(model, measured, state, dtype, output, workload),
     )
+
+
+def _evaluation(
+    model: PreTrainedModel,
+    blocks: Iterable[BlockSizes],
+    state: int,
+    worked: torch.dtype,
+    output: int,
+    workload: Workload,
+) -> dict[str, int]:
+    """The checkpoint as it is loaded, and the widest of a block and of the output layer and its losses.
+
+    A CPU holds dense weights. Without calibration blocks were not walked, and only the output layer counts.
+    """
+    dtype, on_cpu = next(model.parameters()).dtype, workload.device.type == "cpu"
+    if on_cpu and dtype == torch.float16:
+        dtype = torch.float32
+    dense = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    through = [phase for block in blocks for phase in block.phases if phase.solved is None and not phase.statistics]
+    widest = max((phase.fixed + EVALUATED * phase.sample for phase in through), default=0) * dtype.itemsize
+    length, vocabulary = workload.sequence_length, model.config.get_text_config().vocab_size
+    logits = vocabulary * (EVALUATED * length * dtype.itemsize + min(length, CHUNK) * 8)  # losses in float32, twice
+    return {
+        "quantized model": dense if on_cpu else output,
+        f"evaluation of {EVALUATED} windows": EVALUATED * state + max(widest // worked.itemsize, logits),
+    }
 
 
 def _state(model: PreTrainedModel, blocks: nn.ModuleList, workload: Workload) -> int:

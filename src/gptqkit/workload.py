@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -30,6 +31,7 @@ class Workload:
         processes: How many share the samples.
         begun: Whether the job goes on where it stopped: what shows in its result is decided.
         writes: Whether a checkpoint is written; without, everything stays in RAM.
+        evaluate_on: The text whose perplexity is measured at the end; None for none.
     """
 
     config: QuantizeConfig
@@ -43,6 +45,7 @@ class Workload:
     processes: int = 1
     begun: bool = False
     writes: bool = True
+    evaluate_on: str | Path | None = None
 
     @property
     def streams(self) -> int:
