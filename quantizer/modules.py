@@ -199,6 +199,12 @@ def is_tied(model: PreTrainedModel) -> bool:
     return output is not None and parameter_of(output) is parameter_of(embedding)
 
 
+def brought_in(model: PreTrainedModel, blocks: nn.ModuleList) -> list[nn.Module]:
+    """What is brought in when its turn has come: the blocks, and the output layer where it has weights of its own."""
+    output = output_layer(model)
+    return [blocks] if output is None or is_tied(model) else [blocks, output]
+
+
 def find_head(model: PreTrainedModel, config: QuantizeConfig) -> Target | None:
     """The output layer as a target where `config` asks for it.
 

@@ -109,7 +109,7 @@ class Plan:
         if self.untraced:
             _LOG.warning("by a coarse estimate, %s", problem)
         elif not fit_check:
-            _LOG.warning("%s. It was asked for all the same", problem)
+            _LOG.warning("%s. Not refused, as fit_check=False", problem)
         else:
             raise DoesNotFitError(f"{problem}. If this is wrong, fit_check=False (--no-fit-check) goes on all the same")
 

@@ -15,7 +15,7 @@ from .errors import ArchitectureError
 from .evaluation.perplexity import CHUNK
 from .footprint import dry_run
 from .matrices import decided_bytes, stored_bytes
-from .quantizer.modules import Target, check_overrides, find_blocks, find_head, find_targets, is_tied, output_layer
+from .quantizer.modules import Target, brought_in, check_overrides, find_blocks, find_head, find_targets
 from .quantizer.stream import BlockStream, working_copy
 from .rehearsal import Phase, rehearse
 from .workload import Workload
@@ -111,10 +111,7 @@ def measure(model: PreTrainedModel, workload: Workload) -> Sizes:
     stored = {id(tensor): tensor.nbytes for tensor in _tensors(model)}
     source = sum({id(tensor): tensor.nbytes for tensor in model.state_dict(keep_vars=True).values()}.values())
     output = source + FILE_BYTES + sum(stored_bytes(target) - target.weight.nbytes + MATRIX_BYTES for target in chosen)
-    own_head = output_layer(model)
-    inside = {id(tensor) for tensor in _tensors(blocks)}
-    if own_head is not None and not is_tied(model):
-        inside |= {id(tensor) for tensor in _tensors(own_head)}
+    inside = {id(tensor) for part in brought_in(model, blocks) for tensor in _tensors(part)}
     dtype = torch.float32 if workload.device.type == "cpu" else next(model.parameters()).dtype
     measured = []
     with working_copy(model, torch.device("meta"), dtype):
@@ -132,15 +129,12 @@ def measure(model: PreTrainedModel, workload: Workload) -> Sizes:
                     traced=traced,
                 )
             )
-        outside = 0
-        for tensor in _tensors(model) if workload.samples else ():
-            if id(tensor) not in inside:
-                outside += tensor.nbytes + (stored[id(tensor)] if stored[id(tensor)] != tensor.nbytes else 0)
+        sizes = [(tensor.nbytes, stored[id(tensor)]) for tensor in _tensors(model) if id(tensor) not in inside]
         state = _state(model, blocks, workload)
     return Sizes(
         layers=len(blocks),
         blocks=tuple(measured),
-        outside=outside,
+        outside=sum(working + (file if file != working else 0) for working, file in sizes) if workload.samples else 0,
         state=state,
         output=output,
         source=source,

@@ -23,7 +23,7 @@ from .architecture import explain, open_empty, without_bars
 from .errors import CheckpointError
 from .export.names import StoredNames
 from .export.shards import PICKLES, Shards, some
-from .quantizer.modules import find_blocks, is_tied, output_layer
+from .quantizer.modules import brought_in, find_blocks, output_layer
 from .quantizer.stream import working_copy
 from .quantizer.weights import InMemory, Weights
 
@@ -125,8 +125,7 @@ class StoredModel:
 
     def outside(self, device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Everything but the blocks, and but the output layer where that has weights of its own."""
-        output = output_layer(self.model)
-        aside = [self._blocks] if output is None or is_tied(self.model) else [self._blocks, output]
+        aside = brought_in(self.model, self._blocks)
         left = {id(tensor) for module in aside for tensor in module.parameters()}
         wanted = {
             name for name, tensor in self.model.named_parameters(remove_duplicate=False) if id(tensor) not in left
