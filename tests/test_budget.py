@@ -27,14 +27,13 @@ def workload(device=CPU, **changes):
 
 def sizes(workload):
     """Round numbers: a block of 1000, 100 per sample in its pass, states of 10 per sample, 500 on disk."""
-    statistics = min(200, max(50, workload.statistics_bytes))
     block = BlockSizes(
         name="layers.0",
         count=4,
         weights=1000,
         phases=(
-            Phase(solved=None, statistics=statistics, fixed=7, sample=100),
-            Phase(solved="down", statistics=statistics, fixed=300, sample=0),
+            Phase(solved=None, statistics=200, stage=50, fixed=7, sample=100),
+            Phase(solved="down", statistics=200, stage=50, fixed=300, sample=0),
         ),
         results=50,
         traced=True,

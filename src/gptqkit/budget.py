@@ -153,21 +153,17 @@ def make_plan(measure: Measure, workload: Workload, machine: Machine) -> Plan:
 
     def choose(asked: Workload) -> Plan:
         """The first choice that fits, or else the one that needs least."""
-        before = None
-        while True:
-            largest = max(LARGEST_BATCH, asked.batch_size or 0)  # what else is left out does not matter to sizes
-            key = repr(
-                (asked.config, asked.sequence_length, asked.device, asked.statistics_bytes, asked.evaluate_on, largest)
-            )
-            if key not in known:
-                known[key] = measure(asked)
-            sizes = known[key]
-            plans = [Plan(workload=one, sizes=sizes, needs=_needs(sizes, one, machine)) for one in _choices(asked)]
-            plan = next((plan for plan in plans if plan.fits and _within_budget(plan, asked, machine)), plans[-1])
-            if plan.fits or sizes == before:
-                return plan
-            before, largest = sizes, max(phase.statistics for block in sizes.blocks for phase in block.phases)
-            asked = dataclasses.replace(asked, statistics_bytes=min(asked.statistics_bytes, largest) // 2)
+        largest = max(LARGEST_BATCH, asked.batch_size or 0)  # what else is left out does not matter to sizes
+        key = repr((asked.config, asked.sequence_length, asked.device, asked.evaluate_on, largest))
+        if key not in known:
+            known[key] = measure(asked)
+        sizes = known[key]
+        plans = []
+        for choice in _choices(asked, sizes):
+            plans.append(Plan(workload=choice, sizes=sizes, needs=_needs(sizes, choice, machine)))
+            if plans[-1].fits and _within_budget(plans[-1], asked, machine):
+                break
+        return plans[-1]
 
     plan = choose(workload)
     if plan.fits:
@@ -178,12 +174,15 @@ def make_plan(measure: Measure, workload: Workload, machine: Machine) -> Plan:
     return dataclasses.replace(plan, remedies=remedies, least=least)
 
 
-def _choices(workload: Workload) -> Iterator[Workload]:
+def _choices(workload: Workload, sizes: Sizes) -> Iterator[Workload]:
     """`workload` with its open choices made, the best first."""
+    phases = [phase for block in sizes.blocks for phase in block.phases]
+    most = min(workload.statistics_bytes, max(phase.statistics for phase in phases))
+    budgets = [workload.statistics_bytes, *_halves(most, max(phase.stage for phase in phases))]
     batch_sizes, places = [workload.batch_size or 1], list(PLACES)
     if workload.batch_size is None and workload.samples:
-        most = min(LARGEST_BATCH, workload.samples)
-        batch_sizes = [most, *_halves(most, 1)]
+        largest = min(LARGEST_BATCH, workload.samples)
+        batch_sizes = [largest, *_halves(largest, 1)]
     if workload.activations != "auto":
         places = [workload.activations]
     elif not workload.samples:
@@ -193,8 +192,8 @@ def _choices(workload: Workload) -> Iterator[Workload]:
             places.remove("device")
         if not workload.writes:
             places.remove("disk")
-    for batch_size, place in itertools.product(batch_sizes, places):
-        yield dataclasses.replace(workload, batch_size=batch_size, activations=place)
+    for budget, batch_size, place in itertools.product(budgets, batch_sizes, places):
+        yield dataclasses.replace(workload, batch_size=batch_size, activations=place, statistics_bytes=budget)
 
 
 def _within_budget(plan: Plan, asked: Workload, machine: Machine) -> bool:
@@ -252,7 +251,8 @@ def _work(block: BlockSizes, sizes: Sizes, workload: Workload) -> dict[str, int]
             held = phase.fixed + batch * (phase.sample + brought)
         else:
             what, held = f"solver of {phase.solved}", phase.fixed
-        heights.append({"statistics of inputs": phase.statistics, what: held})
+        statistics = min(phase.statistics, max(phase.stage, workload.statistics_bytes))
+        heights.append({"statistics of inputs": statistics, what: held})
     most = max(heights, key=lambda parts: sum(parts.values()))
     return {"one block": block.weights, "outside the blocks": sizes.outside, **most}
 

@@ -144,5 +144,4 @@ def _in_short(plan: Plan) -> str:
 def _room(plan: Plan) -> tuple[bool, int, int, int]:
     """Less for a plan that was made with less room."""
     chosen = plan.workload
-    place = 0 if chosen.activations == "auto" else PLACES.index(chosen.activations)
-    return plan.fits, chosen.batch_size or 0, -place, chosen.statistics_bytes
+    return plan.fits, chosen.batch_size or 0, -("auto", *PLACES).index(chosen.activations), chosen.statistics_bytes

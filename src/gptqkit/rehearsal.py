@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,13 +35,15 @@ class Phase:
 
     Attributes:
         solved: The module that is solved; None in a forward pass.
-        statistics: Sums over what modules receive.
+        statistics: Sums over what modules receive, in a single pass.
+        stage: Those among them that share an input, where they take most; passes can be split down to these.
         fixed: All else, whatever the number of samples in a pass.
         sample: And for each of them.
     """
 
     solved: str | None
     statistics: int
+    stage: int
     fixed: int
     sample: int
 
@@ -61,7 +64,7 @@ def rehearse(
         workload: What is asked for.
     """
     if not workload.samples:
-        return [_solving(targets, 0, workload)], True
+        return [_solving(targets, [], workload)], True
     largest = max(LARGEST_BATCH, workload.batch_size or 0)
     try:
         one, most = (_walk(model, blocks, layer, targets, workload, samples) for samples in (1, largest))
@@ -84,7 +87,7 @@ def _walk(
 ) -> list[Phase]:
     """The phases with one batch of `samples`, all in `fixed`."""
     tokens = TokenWindows(torch.zeros(samples, workload.sequence_length, dtype=torch.int64))
-    batches, stream = _Batches(tokens, samples, _META), BlockStream(model, blocks)
+    batches, stream = _Batches(tokens, samples), BlockStream(model, blocks)
     paired, dtype = workload.streams == 2, next(model.parameters()).dtype
     with dry_run(experts=1 + max((target.expert or 0 for target in targets), default=0)) as footprint:
         states = States(stream, batches, Ranks.alone(), None, dtype, "device", None, paired=paired)
@@ -93,31 +96,39 @@ def _walk(
         if layer is None:
             quantize_head(solving, states, targets[0])
         else:
-            quantize_block(solving, states, layer, blocks[layer], original, targets, workload.statistics_bytes)
+            quantize_block(solving, states, layer, blocks[layer], original, targets, statistics_bytes=sys.maxsize)
             states.advance(layer, original)
-            solving.passed(statistics=0)
+            solving.passed([])
     return solving.phases
 
 
 def _guess(targets: list[Target], workload: Workload, itemsize: int) -> list[Phase]:
-    """Three times the inputs and outputs of all but experts; the statistics of all modules as far as they may go."""
+    """Three times the inputs and outputs of all but experts, beside the statistics of all modules."""
     sums = [8 * workload.streams * target.weight.shape[1] ** 2 for target in targets]
-    statistics = min(sum(sums), max([*sums, workload.statistics_bytes]))
     features = sum(sum(target.weight.shape) for target in targets if not target.expert)
     sample = 3 * workload.sequence_length * features * itemsize
-    forward = Phase(solved=None, statistics=statistics, fixed=0, sample=sample)
-    return [forward, _solving(targets, statistics, workload)]
+    solving = _solving(targets, sums, workload)
+    return [replace(solving, solved=None, fixed=0, sample=sample), solving]
 
 
-def _solving(targets: list[Target], statistics: int, workload: Workload) -> Phase:
-    """The solving of that one of `targets` which takes most."""
+def _solving(targets: list[Target], sums: list[int], workload: Workload) -> Phase:
+    """The solving of that one of `targets` which takes most, beside statistics of the sizes `sums`."""
     sizes = {target.name: solver_bytes(target, calibrated=workload.samples > 0) for target in targets}
     solved = max(sizes, key=lambda name: sizes[name], default=None)
-    return Phase(solved=solved, statistics=statistics, fixed=sizes.get(solved or "", 0), sample=0)
+    fixed = sizes.get(solved or "", 0)
+    return Phase(solved=solved, statistics=sum(sums), stage=max(sums, default=0), fixed=fixed, sample=0)
 
 
 class _Batches(CalibrationBatches):
-    """Adds inputs to statistics without looking at their numbers."""
+    """Adds inputs to statistics without looking at their numbers.
+
+    Attributes:
+        pools: Identities of what gathers the inputs of several modules.
+    """
+
+    def __init__(self, tokens: TokenWindows, samples: int) -> None:
+        super().__init__(tokens, samples, _META)
+        self.pools: set[int] = set()
 
     def add(
         self,
@@ -132,6 +143,7 @@ class _Batches(CalibrationBatches):
             torch.isfinite(stream)
         for one in statistics:
             one.update(*streams)
+        self.pools.update(map(id, statistics[1:]))
 
 
 class _Solving(Solving):
@@ -146,19 +158,18 @@ class _Solving(Solving):
         self.phases: list[Phase] = []
         self._workload, self._footprint = workload, footprint
         self._before = footprint.peak = footprint.live
+        self._sums: list[int] = []
 
-    @property
-    def _held(self) -> int:
-        return self._footprint.live - self._before
+    def passed(self, sums: list[int]) -> None:
+        """A forward pass has ended, and left statistics of these sizes."""
+        self._sums = sums
+        held = self._footprint.peak - self._before - sum(sums)
+        phase = Phase(solved=None, statistics=sum(sums), stage=max(sums, default=0), fixed=held, sample=0)
+        self.phases.append(phase)
+        self._footprint.peak = self._footprint.live - sum(sums)  # which are gone when the next pass begins
 
-    def passed(self, statistics: int) -> None:
-        """A forward pass has ended."""
-        held = self._footprint.peak - self._before - statistics
-        self.phases.append(Phase(solved=None, statistics=statistics, fixed=held, sample=0))
-        self._footprint.peak = self._footprint.live
-
-    def gather(self, *_: Any) -> None:
-        self.passed(self._held)
+    def gather(self, batches: Any, statistics: list[InputStatistics], *_: Any) -> None:
+        self.passed([_size(one) for one in statistics if id(one) not in batches.pools])
 
     def solve(
         self,
@@ -167,11 +178,15 @@ class _Solving(Solving):
         statistics: Sequence[InputStatistics | None],
         pool: InputStatistics | None,
     ) -> None:
-        phase = _solving(targets, self._held, self._workload)
+        phase = _solving(targets, self._sums, self._workload)
+        beside = self._footprint.live - self._before - sum(self._sums)  # pools
         if pool is not None:  # statistics are filled up with it: two more sets of sums
-            most = max(sum(each.nbytes for each in one.sums) for one in statistics if one is not None)
-            phase = replace(phase, fixed=phase.fixed + 2 * most)
-        self.phases.append(phase)
+            beside += 2 * max(_size(one) for one in statistics if one is not None)
+        self.phases.append(replace(phase, fixed=phase.fixed + beside))
 
     def replace(self, targets: Any) -> None:
         pass
+
+
+def _size(statistics: InputStatistics) -> int:
+    return sum(each.nbytes for each in statistics.sums)

@@ -87,7 +87,7 @@ def measure(model: PreTrainedModel, workload: Workload) -> Sizes:
 
     Args:
         model: On the meta device, in the dtype of its files, in evaluation mode.
-        workload: Of it the number of samples and where hidden states are kept do not matter.
+        workload: Of it the number of samples, where hidden states are kept and `statistics_bytes` do not matter.
 
     Raises:
         ArchitectureError: No blocks.
