@@ -34,8 +34,9 @@ import gptqkit
 from gptqkit.architecture import empty_model
 from gptqkit.budget import make_plan
 from gptqkit.machine import Machine
-from gptqkit.sizes import Workload, measure, shapes_of
+from gptqkit.sizes import measure, shapes_of
 from gptqkit.units import size_text, time_text
+from gptqkit.workload import Workload
 
 SERIES = {
     "blocks": [{"blocks": blocks, "width": 768} for blocks in (4, 8, 16, 32)],
@@ -222,7 +223,7 @@ def project(name: str, rate: float) -> dict[str, Any]:
     model = shapes_of(empty_model(config, torch.bfloat16))
     workload = Workload(
         config=gptqkit.QuantizeConfig(),
-        length=2048,
+        sequence_length=2048,
         device=torch.device("cuda"),
         samples=128,
         batch_size=8,

@@ -140,7 +140,7 @@ def find_targets(block: nn.Module, prefix: str, config: QuantizeConfig) -> list[
         settings = config.for_module(target.name)
         if settings is not None and target.module not in routers:
             targets.append(dataclasses.replace(target, config=settings))
-            check_shape(target.name, target.weight, settings, pieces=_pieces(target))
+            check_shape(target.name, target.weight, settings, pieces=pieces(target))
     return targets
 
 
@@ -182,7 +182,7 @@ def _matrices(module: nn.Module, prefix: str, config: QuantizeConfig) -> Iterato
                     yield Target(f"{inner}.{expert}.{name}", owner, config, f"{inner}.{name}", expert)
 
 
-def _pieces(target: Target) -> int:
+def pieces(target: Target) -> int:
     """How many matrices a target is stored as: gate and up projections of an expert are stored apart."""
     return 2 if target.expert is not None and target.name.endswith(".gate_up_proj") else 1
 
@@ -197,6 +197,12 @@ def is_tied(model: PreTrainedModel) -> bool:
     """Whether the output layer shares its weight with the input embedding."""
     output, embedding = output_layer(model), model.get_input_embeddings()
     return output is not None and parameter_of(output) is parameter_of(embedding)
+
+
+def brought_in(model: PreTrainedModel, blocks: nn.ModuleList) -> list[nn.Module]:
+    """What is brought in when its turn has come: the blocks, and the output layer where it has weights of its own."""
+    output = output_layer(model)
+    return [blocks] if output is None or is_tied(model) else [blocks, output]
 
 
 def find_head(model: PreTrainedModel, config: QuantizeConfig) -> Target | None:

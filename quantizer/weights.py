@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from .modules import find_blocks, is_tied, output_layer
+from .modules import brought_in, find_blocks, output_layer
 from .stream import working_copy
 
 
@@ -38,9 +38,7 @@ class InMemory:
 
     def outside(self, device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Everything but the blocks, and but the output layer where that has weights of its own."""
-        output = output_layer(self._model)
-        aside = [self._blocks] if output is None or is_tied(self._model) else [self._blocks, output]
-        return working_copy(self._model, device, dtype, leave=aside)
+        return working_copy(self._model, device, dtype, leave=brought_in(self._model, self._blocks))
 
     def block(self, layer: int, device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
         """The weights of one block."""

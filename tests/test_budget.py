@@ -11,8 +11,9 @@ from gptqkit.budget import make_plan
 from gptqkit.errors import DoesNotFitError, GptqkitError
 from gptqkit.machine import Machine
 from gptqkit.quantizer.config import QuantizeConfig
-from gptqkit.sizes import BlockSizes, PassSizes, Sizes, Workload, measure, shapes_of
-from gptqkit.tracing import Height
+from gptqkit.rehearsal import Phase
+from gptqkit.sizes import BlockSizes, Sizes, measure, shapes_of
+from gptqkit.workload import Workload
 from support.models import build
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -21,30 +22,25 @@ MACHINE = Machine(memory=PLENTY, program=0, gpu=PLENTY, disk=PLENTY)
 
 
 def workload(device=CPU, **changes):
-    return Workload(config=QuantizeConfig(), length=2048, device=device, **changes)
+    return Workload(config=QuantizeConfig(), sequence_length=2048, device=device, **changes)
 
 
 def sizes(workload):
     """Round numbers: a block of 1000, 100 per sample in its pass, states of 10 per sample, 500 on disk."""
-    one_pass = PassSizes(
-        statistics=min(200, max(50, workload.statistics_bytes)),
-        solver=300,
-        solved="down",
-        forward=Height(fixed=7, sample=100),
-    )
     block = BlockSizes(
         name="layers.0",
         count=4,
         weights=1000,
-        stored=0,
-        float_copy=0,
-        passes=(one_pass,),
-        forward=Height(fixed=0, sample=90),
+        phases=(
+            Phase(solved=None, statistics=200, stage=50, fixed=7, sample=100),
+            Phase(solved="down", statistics=200, stage=50, fixed=300, sample=0),
+        ),
         results=50,
         traced=True,
     )
-    states = 10 * workload.length // 2048
-    return Sizes(layers=4, blocks=(block,), outside=40, state=states, streams=1, output=500, source=4000)
+    states = 10 * workload.sequence_length // 2048
+    evaluation = {"quantized model": 2000, "evaluation of 8 windows": 3000} if workload.evaluate_on else {}
+    return Sizes(layers=4, blocks=(block,), outside=40, state=states, output=500, source=4000, evaluation=evaluation)
 
 
 def plan(machine=None, limits=None, **changes):
@@ -117,6 +113,19 @@ def test_what_is_not_known_is_not_refused():
     made.check()
 
 
+def test_the_evaluation_at_the_end_counts_where_it_takes_more():
+    made = plan(device=GPU, evaluate_on="text", limits={"gpu": 4000})
+    assert made.needs["GPU memory"].parts == {
+        "quantized model": 2000,
+        "evaluation of 8 windows": 3000,
+        "allowance": 250,
+    }
+    assert "evaluate_on=None" in made.remedies
+    assert plan(device=GPU, limits={"gpu": 4000}).fits
+    # Hidden states are held to their budget whichever height counts.
+    assert plan(evaluate_on="text", samples=128, activation_memory=1279).workload.activations == "disk"
+
+
 @pytest.mark.parametrize(
     ("changes", "limits", "remedies"),
     [
@@ -152,11 +161,9 @@ def follow(asked, remedy):
     for option in remedy.split(" with "):
         name, value = option.split("=")
         value = eval(value)
-        if name == "sequence_length":
-            asked = dataclasses.replace(asked, length=value)
-        elif name == "device":
+        if name == "device":
             asked = dataclasses.replace(asked, device=torch.device(value))
-        elif name in ("samples", "batch_size", "activations"):
+        elif name in ("samples", "sequence_length", "batch_size", "activations", "evaluate_on"):
             asked = dataclasses.replace(asked, **{name: value})
         else:
             asked = dataclasses.replace(asked, config=dataclasses.replace(asked.config, **{name: value}))
@@ -171,7 +178,7 @@ def test_every_remedy_makes_it_fit_and_every_plan_is_within_the_machine():
     known = {}
 
     def sizes_of(asked):
-        key = (repr(asked.config), asked.length, asked.device)
+        key = (repr(asked.config), asked.sequence_length, asked.device, asked.evaluate_on)
         if key not in known:
             known[key] = measure(model, asked)
         return known[key]
@@ -180,11 +187,12 @@ def test_every_remedy_makes_it_fit_and_every_plan_is_within_the_machine():
     for _ in range(60):
         asked = Workload(
             config=config,
-            length=64,
+            sequence_length=64,
             device=draw.choice([CPU, GPU]),
             samples=draw.choice([16, 512]),
             batch_size=draw.choice([None, 32]),
             activations=draw.choice(["auto", "memory"]),
+            evaluate_on=draw.choice([None, "text"]),
         )
         machine = Machine(
             memory=draw.choice([1 << 18, 3 << 18, 1 << 20, 3 << 20, 1 << 24]),

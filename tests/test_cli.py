@@ -76,7 +76,7 @@ def test_quantize_passes_every_option_on(monkeypatch: pytest.MonkeyPatch, capsys
         "--samples 3 --sequence-length 16 --seed 7 --no-act-group-aware --static-groups --device cpu --damp 0.05 "
         "--no-mse --alpha 0.5 --no-true-sequential --block-size 32 --float64 --skip-nonfinite --lm-head --batch-size 2 "
         "--column c --split s --no-concatenate --evaluate-on b.txt --overwrite --resume --activations disk "
-        "--activation-memory 3KiB "
+        "--activation-memory 3KiB --no-fit-check "
         "--trust-remote-code"
     )
     assert cli.main(command.split()) == 0
@@ -116,6 +116,7 @@ def test_quantize_passes_every_option_on(monkeypatch: pytest.MonkeyPatch, capsys
         "resume": True,
         "activations": "disk",
         "activation_memory": 3072,
+        "fit_check": False,
         "trust_remote_code": True,
     }
     captured = capsys.readouterr()
@@ -252,8 +253,8 @@ class Planned(Recorder):
         super().__init__(values)
         self.refusal = refusal
 
-    def check(self) -> None:
-        if self.refusal is not None:
+    def check(self, *, fit_check: bool = True) -> None:
+        if self.refusal is not None and fit_check:
             raise self.refusal
 
 
@@ -271,7 +272,8 @@ def test_plan_takes_the_options_of_quantize(
 ) -> None:
     plan = replace(monkeypatch, "plan", Planned(PLAN))
     command = "plan org/model --out out --bits 3 --method gptaq --calibration a.txt --samples 3 --sequence-length 16 "
-    command += "--batch-size 2 --activations disk --activation-memory 1GiB --device cpu --trust-remote-code --untimed"
+    command += "--batch-size 2 --activations disk --activation-memory 1GiB --device cpu --trust-remote-code --untimed "
+    command += "--evaluate-on b.txt"
     assert cli.main(command.split()) == 0
     assert plan.args == ("org/model",)
     assert plan.options == {
@@ -283,6 +285,7 @@ def test_plan_takes_the_options_of_quantize(
         "activations": "disk",
         "activation_memory": 1 << 30,
         "device": "cpu",
+        "evaluate_on": "b.txt",
         "timed": False,
         "trust_remote_code": True,
     }
@@ -302,6 +305,7 @@ def test_a_plan_that_does_not_fit_is_shown_and_then_refused(
     captured = capsys.readouterr()
     assert json.loads(captured.out) == PLAN
     assert captured.err == "gptqkit: error: too large\n"
+    assert cli.main(["plan", "org/model", "--json", "--no-fit-check"]) == 0
 
 
 def test_evaluate_prints_a_table_and_writes_json(

@@ -15,9 +15,9 @@ from gptqkit.export.work import work_path
 from gptqkit.machine import Machine
 from gptqkit.pace import Pace, measure_pace
 from gptqkit.quantizer.ranks import Ranks
-from gptqkit.sizes import BlockSizes, Sizes, Workload, measure
+from gptqkit.sizes import BlockSizes, Sizes, measure
 from gptqkit.source import StoredModel
-from gptqkit.tracing import NOTHING
+from gptqkit.workload import Workload
 from support.models import MIXTURES, build, save, windows
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def test_a_plan_needs_the_config_and_no_weights(folder, tmp_path):
     shutil.copy(folder / "config.json", without)
     made = gptqkit.plan(without, config=CONFIG, samples=16, timed=False)
     assert made.sizes == gptqkit.plan(folder, config=CONFIG, samples=16, timed=False).sizes
-    assert made.workload.length == 64  # all positions
+    assert made.workload.sequence_length == 64  # all positions
     assert made.seconds is None
     made.check()
 
@@ -81,20 +81,25 @@ def test_a_forward_pass_that_cannot_be_traced_is_estimated_and_said(monkeypatch)
         raise RuntimeError("shapes depend on numbers")
 
     model = build("mistral")
-    exact = measure(gptqkit.sizes.shapes_of(model), Workload(config=CONFIG, length=24, device=CPU))
+    exact = measure(gptqkit.sizes.shapes_of(model), Workload(config=CONFIG, sequence_length=24, device=CPU))
     monkeypatch.setattr("gptqkit.quantizer.stream.BlockStream.trace", fail)
-    guessed = measure(gptqkit.sizes.shapes_of(model), Workload(config=CONFIG, length=24, device=CPU))
+    guessed = measure(gptqkit.sizes.shapes_of(model), Workload(config=CONFIG, sequence_length=24, device=CPU))
     assert not guessed.blocks[0].traced
-    assert guessed.blocks[0].forward.sample >= exact.blocks[0].forward.sample > 0
-    assert max(each.solver for each in guessed.blocks[0].passes) == max(each.solver for each in exact.blocks[0].passes)
-    made = make_plan(lambda _: guessed, Workload(config=CONFIG, length=24, device=CPU), ROOMY)
+    coarse, fine = (
+        [max(getattr(phase, kind) for phase in sizes.blocks[0].phases) for kind in ("sample", "fixed", "statistics")]
+        for sizes in (guessed, exact)
+    )
+    assert all(rough >= right > 0 for rough, right in zip(coarse, fine, strict=True))
+    made = make_plan(lambda _: guessed, Workload(config=CONFIG, sequence_length=24, device=CPU), ROOMY)
     assert made.untraced == ["model.layers.0"]
 
 
 def test_a_run_that_does_not_fit_is_refused_before_any_work(folder, tmp_path, machine):
     machine(memory=100_000)
     worked = []
-    with pytest.raises(DoesNotFitError, match="of RAM needed"):
+    with pytest.raises(
+        DoesNotFitError, match=r"of RAM needed.*fit_check=False \(--no-fit-check\) goes on all the same"
+    ):
         gptqkit.quantize(
             folder, windows().input_ids, tmp_path / "out", CONFIG, sequence_length=24, progress=worked.append
         )
@@ -102,16 +107,27 @@ def test_a_run_that_does_not_fit_is_refused_before_any_work(folder, tmp_path, ma
     assert {path.name for path in tmp_path.iterdir()} == {"model"}
 
 
+def test_a_refusal_can_be_overridden(folder, tmp_path, machine, caplog):
+    machine(memory=100_000)
+    with caplog.at_level(logging.WARNING, logger="gptqkit"):
+        result = gptqkit.quantize(
+            folder, windows().input_ids, tmp_path / "out", CONFIG, sequence_length=24, fit_check=False
+        )
+    assert "the run does not fit" in caplog.text
+    assert result.report.batch_size == 1  # the most modest choice
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
 def test_a_coarse_estimate_warns_and_does_not_refuse(folder, machine, monkeypatch, caplog):
     machine(memory=100_000)
-    monkeypatch.setattr("gptqkit.tracing.dry_run", lambda *_: (_ for _ in ()).throw(RuntimeError("no meta kernel")))
+    monkeypatch.setattr("gptqkit.rehearsal.dry_run", lambda **_: (_ for _ in ()).throw(RuntimeError("no meta kernel")))
     with caplog.at_level(logging.WARNING, logger="gptqkit"):
         gptqkit.quantize(folder, windows().input_ids, None, CONFIG, sequence_length=24)
     assert "by a coarse estimate, the run does not fit" in caplog.text
 
 
 def test_a_small_machine_gives_the_same_result_with_smaller_means(folder, tmp_path, machine):
-    asked = {"config": CONFIG, "samples": 6, "sequence_length": 24}
+    asked = {"config": CONFIG, "samples": 6, "sequence_length": 48}
     needed = gptqkit.plan(folder, **asked, batch_size=6, activations="disk", timed=False).needs["RAM"].total
     results = {}
     for name, limits, options in (
@@ -120,7 +136,7 @@ def test_a_small_machine_gives_the_same_result_with_smaller_means(folder, tmp_pa
         ("disk", {}, {"activation_memory": 0, "batch_size": 1}),
     ):
         machine(**limits)
-        results[name] = gptqkit.quantize(folder, windows().input_ids, tmp_path / name, **asked, **options)
+        results[name] = gptqkit.quantize(folder, windows(6, 48).input_ids, tmp_path / name, **asked, **options)
     assert results["tight"].report.batch_size < 6
     for name, result in results.items():
         for module, weight in result.weights.items():
@@ -131,29 +147,29 @@ def test_a_small_machine_gives_the_same_result_with_smaller_means(folder, tmp_pa
 
 
 def test_a_resumed_job_keeps_its_batches_whatever_the_memory(folder, tmp_path, machine):
-    asked = {"config": CONFIG, "samples": 6, "sequence_length": 24}
-    gptqkit.quantize(folder, windows().input_ids, tmp_path / "whole", **asked)
+    asked = {"config": CONFIG, "samples": 6, "sequence_length": 48}
+    gptqkit.quantize(folder, windows(6, 48).input_ids, tmp_path / "whole", **asked)
 
     def stop(step):
         if step.layer == 1:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        gptqkit.quantize(folder, windows().input_ids, tmp_path / "out", **asked, progress=stop)
+        gptqkit.quantize(folder, windows(6, 48).input_ids, tmp_path / "out", **asked, progress=stop)
     assert work_path(tmp_path / "out").exists()
     needed = gptqkit.plan(folder, **asked, batch_size=6, activations="disk", timed=False).needs["RAM"].total
     machine(memory=needed - 1)
     with pytest.raises(DoesNotFitError, match=r"forward pass of 6 samples\. No option makes it fit"):
-        gptqkit.quantize(folder, windows().input_ids, tmp_path / "out", **asked, resume=True)
+        gptqkit.quantize(folder, windows(6, 48).input_ids, tmp_path / "out", **asked, resume=True)
     machine()
-    gptqkit.quantize(folder, windows().input_ids, tmp_path / "out", **asked, resume=True)
+    gptqkit.quantize(folder, windows(6, 48).input_ids, tmp_path / "out", **asked, resume=True)
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
 def test_ranks_follow_the_plan_of_the_one_with_the_least_room(machine, monkeypatch):
     model = build("mistral")
-    asked = Workload(config=CONFIG, length=24, device=CPU, samples=16)
+    asked = Workload(config=CONFIG, sequence_length=24, device=CPU, samples=16)
     roomy = planning.plan_run(model, asked, Ranks.alone(), None)
     assert roomy.workload.batch_size == 8
     machine(memory=roomy.needs["RAM"].total - 1)
@@ -170,21 +186,18 @@ def kind(count, weights):
         name="layers",
         count=count,
         weights=weights,
-        stored=0,
-        float_copy=0,
-        passes=(),
-        forward=NOTHING,
+        phases=(),
         results=0,
         traced=True,
     )
 
 
 def test_the_estimate_follows_weights_and_tokens():
-    sizes = Sizes(layers=5, blocks=(kind(3, 100), kind(2, 400)), outside=0, state=0, streams=1, output=0, source=0)
-    workload = Workload(config=CONFIG, length=10, device=CPU, samples=7)
+    sizes = Sizes(layers=5, blocks=(kind(3, 100), kind(2, 400)), outside=0, state=0, output=0, source=0)
+    workload = Workload(config=CONFIG, sequence_length=10, device=CPU, samples=7)
     speed = Pace(outside=2.0, block=5.0, token=0.5)
     assert speed.total(sizes, workload) == pytest.approx(2 + (3 + 2 * 4) * (5 + 70 * 0.5))
-    assert speed.total(sizes, dataclasses.replace(workload, calibrated=False)) == pytest.approx(2 + 11 * 5)
+    assert speed.total(sizes, dataclasses.replace(workload, samples=0)) == pytest.approx(2 + 11 * 5)
 
 
 @pytest.mark.parametrize("token", [1e-6, 1e-3, 1e-1])
@@ -198,7 +211,7 @@ def test_passes_and_solving_are_told_apart(token, monkeypatch):
             self.worked = 2.5 + shape[0] * shape[1] * token
 
     monkeypatch.setattr(pace, "_time", lambda _, __, shape: Watch(shape))
-    found = measure_pace(None, Workload(config=CONFIG, length=2048, device=CPU))
+    found = measure_pace(None, Workload(config=CONFIG, sequence_length=2048, device=CPU))
     assert found.token == pytest.approx(token)
     assert (found.outside, found.block) == (7.0, pytest.approx(2.8))
 
@@ -210,7 +223,7 @@ def test_timing_works_on_one_block_only(folder, monkeypatch, calibrated):
     block = source.block
     monkeypatch.setattr(source, "block", lambda layer, *rest: read.append(layer) or block(layer, *rest))
     config = CONFIG if calibrated else gptqkit.QuantizeConfig(group_size=32, method="rtn")
-    workload = Workload(config=config, length=64, device=CPU, samples=2, batch_size=2, calibrated=calibrated)
+    workload = Workload(config=config, sequence_length=64, device=CPU, samples=2 if calibrated else 0, batch_size=2)
     found = measure_pace(source, workload)
     assert set(read) == {0}
     assert found.block > 0

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.utils import logging as transformers_logging
 
-from .errors import ArchitectureError, DatasetUnavailableError, GptqkitError
+from .errors import ArchitectureError, CheckpointError, DatasetUnavailableError, GptqkitError
 
 
 def model_class(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Any:
@@ -58,6 +58,23 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_co
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
     model.initialize_weights()
     return model.eval().requires_grad_(False)
+
+
+def open_empty(path_or_id: Path | str, *, trust_remote_code: bool = False) -> Any:
+    """The float model of a folder or Hub id as `empty_model` makes it, in the dtype of its files, weights tied.
+
+    Raises:
+        DatasetUnavailableError: It cannot be found or fetched.
+        CheckpointError: It is quantized.
+        ArchitectureError: A model that transformers does not know, or only by running its code.
+    """
+    with explain(path_or_id), without_bars():
+        config = AutoConfig.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
+        if hasattr(config, "quantization_config"):
+            raise CheckpointError(f"{path_or_id} is quantized already; start from the float model")
+        model = empty_model(config, config.dtype or torch.float32, trust_remote_code=trust_remote_code)
+    model.tie_weights()
+    return model
 
 
 @contextmanager

@@ -234,6 +234,12 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="RAM that auto may give to hidden states, such as 8GiB (default: half of what is free)",
     )
+    run.add_argument(
+        "--no-fit-check",
+        action="store_false",
+        dest="fit_check",
+        help="where a run does not fit by its plan, only warn, and go on with the most modest of the open choices",
+    )
     _add_device(run)
 
 

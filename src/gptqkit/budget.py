@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .calibration.activations import PLACES, Place
+from .calibration.activations import PLACES
 from .errors import DoesNotFitError
 from .export.writer import MAX_SHARD_BYTES
 from .machine import Machine
-from .sizes import BlockSizes, Sizes, Workload
+from .sizes import BlockSizes, Sizes
 from .units import size_text
+from .workload import LARGEST_BATCH, Workload
 
-LARGEST_BATCH = 8  # samples per forward pass, unless told otherwise
+_LOG = logging.getLogger("gptqkit")
+
 ALLOWANCE = 0.05  # for allocators and libraries, as a share of everything else
 FEWEST_SAMPLES = 32  # fewer samples, or shorter ones, are not advised
 SHORTEST = 256
 
 Measure = Callable[[Workload], Sizes]
+Change = tuple[str, Any]  # an option and its value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +82,15 @@ class Plan:
         """Kinds of blocks whose forward pass could not be traced by shapes, so that its memory is a coarse estimate."""
         return [block.name for block in self.sizes.blocks if not block.traced]
 
-    def check(self) -> None:
-        """Raise DoesNotFitError where something is missing: what, how much, and which option makes it fit."""
+    def check(self, *, fit_check: bool = True) -> None:
+        """Say where something is missing: what, how much, and which option makes it fit.
+
+        Args:
+            fit_check: Refuse; False only warns, as is always done where the estimate is coarse.
+
+        Raises:
+            DoesNotFitError: Something is missing.
+        """
         if self.fits:
             return
         missing = [
@@ -88,25 +100,31 @@ class Plan:
             if need.missing
         ]
         if self.remedies:
-            advice = f"any of these makes it fit: {'; '.join(self.remedies)}"
-            if len(self.remedies) == 1:
-                advice = f"this makes it fit: {self.remedies[0]}"
+            beginning = "This makes it fit" if len(self.remedies) == 1 else "Any of these makes it fit"
+            advice = f"{beginning}: {'; '.join(self.remedies)}"
         else:
             wanted = [f"{size_text(need.total)} of {name}" for name, need in (self.least or {}).items() if need.missing]
-            advice = f"no option makes it fit; the least that would do is {' and '.join(wanted)}"
-        raise DoesNotFitError(f"the run does not fit: {'; '.join(missing)}. {advice[0].upper()}{advice[1:]}")
+            advice = f"No option makes it fit; the least that would do is {' and '.join(wanted)}"
+        problem = f"the run does not fit: {'; '.join(missing)}. {advice}"
+        if self.untraced:
+            _LOG.warning("by a coarse estimate, %s", problem)
+        elif not fit_check:
+            _LOG.warning("%s. Not refused, as fit_check=False", problem)
+        else:
+            raise DoesNotFitError(f"{problem}. If this is wrong, fit_check=False (--no-fit-check) goes on all the same")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
+        asked = self.workload
         return {
             "fits": self.fits,
             "blocks": self.sizes.layers,
-            "device": str(self.workload.device),
-            "method": self.workload.config.method,
-            "samples": self.workload.samples if self.workload.calibrated else 0,
-            "sequence_length": self.workload.length if self.workload.calibrated else 0,
-            "batch_size": self.workload.batch_size if self.workload.calibrated else None,
-            "activations": self.workload.activations if self.workload.calibrated else None,
+            "device": str(asked.device),
+            "method": asked.config.method,
+            "samples": asked.samples,
+            "sequence_length": asked.sequence_length if asked.samples else 0,
+            "batch_size": asked.batch_size if asked.samples else None,
+            "activations": asked.activations if asked.samples else None,
             "source_bytes": self.sizes.source,
             "output_bytes": self.sizes.output,
             "needs": {
@@ -131,208 +149,162 @@ def make_plan(measure: Measure, workload: Workload, machine: Machine) -> Plan:
         workload: What is asked for.
         machine: What there is.
     """
-    measure = _remembering(measure)
-    plan = _choose(measure, workload, machine)
+    known: dict[str, Sizes] = {}
+
+    def choose(asked: Workload) -> Plan:
+        """The first choice that fits, or else the one that needs least."""
+        largest = max(LARGEST_BATCH, asked.batch_size or 0)  # what else is left out does not matter to sizes
+        key = repr((asked.config, asked.sequence_length, asked.device, asked.evaluate_on, largest))
+        if key not in known:
+            known[key] = measure(asked)
+        sizes = known[key]
+        plans = []
+        for choice in _choices(asked, sizes):
+            plans.append(Plan(workload=choice, sizes=sizes, needs=_needs(sizes, choice, machine)))
+            if plans[-1].fits and _within_budget(plans[-1], asked, machine):
+                break
+        return plans[-1]
+
+    plan = choose(workload)
     if plan.fits:
         return plan
-    remedies, least = _remedies(measure, workload, machine)
+    remedies, least = _remedies(choose, workload, machine)
     if [name for name, need in plan.needs.items() if need.missing] == ["disk"]:
         remedies = (*remedies, f"another folder for the checkpoint, with {size_text(plan.needs['disk'].total)} free")
     return dataclasses.replace(plan, remedies=remedies, least=least)
 
 
-def _remembering(measure: Measure) -> Measure:
-    """`measure`, but asked once only where what differs does not matter to sizes."""
-    known: list[tuple[Workload, Sizes]] = []
-
-    def remember(workload: Workload) -> Sizes:
-        plain = dataclasses.replace(workload, samples=1, batch_size=None, activations="auto", activation_memory=None)
-        found = next((sizes for asked, sizes in known if asked == plain), None)
-        if found is None:
-            found = measure(workload)
-            known.append((plain, found))
-        return found
-
-    return remember
-
-
-def _choose(measure: Measure, workload: Workload, machine: Machine) -> Plan:
-    """The first choice that fits, or else the one that needs least.
-
-    Statistics of experts are gathered in more passes only where nothing else helps.
-    """
-    sizes = measure(workload)
-    while True:
-        plan = _choose_for(sizes, workload, machine)
-        largest = max((each.statistics for block in sizes.blocks for each in block.passes), default=0)
-        workload = dataclasses.replace(workload, statistics_bytes=min(workload.statistics_bytes, largest) // 2)
-        smaller = sizes if plan.fits else measure(workload)
-        if smaller == sizes:
-            return plan
-        sizes = smaller
-
-
-def _choose_for(sizes: Sizes, workload: Workload, machine: Machine) -> Plan:
-    choices = [
-        dataclasses.replace(workload, batch_size=batch_size, activations=place)
-        for batch_size in _batch_sizes(workload)
-        for place in _places(workload)
-    ]
-    plans = [Plan(workload=choice, sizes=sizes, needs=_needs(sizes, choice, machine)) for choice in choices]
-    allowed = (
-        plan
-        for plan in plans
-        if plan.fits and (workload.activations != "auto" or _within_budget(plan, workload, machine))
-    )
-    return next(allowed, plans[-1])
-
-
-def _batch_sizes(workload: Workload) -> list[int]:
-    if workload.batch_size is not None or not workload.calibrated:
-        return [workload.batch_size or 1]
-    sizes = [min(LARGEST_BATCH, workload.samples)]
-    while sizes[-1] > 1:
-        sizes.append(sizes[-1] // 2)
-    return sizes
-
-
-def _places(workload: Workload) -> list[Place]:
+def _choices(workload: Workload, sizes: Sizes) -> Iterator[Workload]:
+    """`workload` with its open choices made, the best first."""
+    phases = [phase for block in sizes.blocks for phase in block.phases]
+    most = min(workload.statistics_bytes, max(phase.statistics for phase in phases))
+    budgets = [workload.statistics_bytes, *_halves(most, max(phase.stage for phase in phases))]
+    batch_sizes, places = [workload.batch_size or 1], list(PLACES)
+    if workload.batch_size is None and workload.samples:
+        largest = min(LARGEST_BATCH, workload.samples)
+        batch_sizes = [largest, *_halves(largest, 1)]
     if workload.activations != "auto":
-        return [workload.activations]
-    if not workload.calibrated:
-        return ["memory"]
-    return [
-        place
-        for place in PLACES
-        if (place != "device" or workload.device.type != "cpu") and (place != "disk" or workload.writes)
-    ]
+        places = [workload.activations]
+    elif not workload.samples:
+        places = ["memory"]
+    else:
+        if workload.device.type == "cpu":
+            places.remove("device")
+        if not workload.writes:
+            places.remove("disk")
+    for budget, batch_size, place in itertools.product(budgets, batch_sizes, places):
+        yield dataclasses.replace(workload, batch_size=batch_size, activations=place, statistics_bytes=budget)
 
 
-def _within_budget(plan: Plan, workload: Workload, machine: Machine) -> bool:
-    """Whether hidden states in RAM stay within what they are given, by default half of what the program leaves."""
-    if plan.workload.activations != "memory" or not workload.writes:
+def _within_budget(plan: Plan, asked: Workload, machine: Machine) -> bool:
+    """Whether "auto" may put hidden states there: into RAM up to a budget, by default half of what there is."""
+    if asked.activations != "auto" or plan.workload.activations != "memory" or not asked.writes:
         return True
-    budget = workload.activation_memory
+    budget = asked.activation_memory
     if budget is None and machine.memory is not None:
         budget = (machine.memory - machine.program) // 2
-    return budget is None or plan.needs["RAM"].parts.get("hidden states", 0) <= budget
+    return budget is None or plan.sizes.state * asked.streams * plan.workload.share <= budget
 
 
 def _needs(sizes: Sizes, workload: Workload, machine: Machine) -> dict[str, Need]:
     """What `workload`, its choices made, needs of everything at its height."""
-    states = sizes.state * sizes.streams * workload.share
-    on_cpu = workload.device.type == "cpu"
-    work = max(
-        (parts for block in sizes.blocks for parts in _working(block, sizes, workload)),
-        key=lambda parts: sum(parts.values()),
-    )
-    memory = {"Python, torch, transformers": machine.program}
-    if on_cpu:
-        memory |= work
-    in_memory = workload.activations == "memory" or (on_cpu and workload.activations == "device")
-    memory["hidden states"] = states if in_memory else 0
+    states = sizes.state * workload.streams
+    work = max((_work(block, sizes, workload) for block in sizes.blocks), key=lambda parts: sum(parts.values()))
+    on_device = workload.device.type != "cpu" and workload.activations == "device"
+    held = {"hidden states": 0 if workload.activations == "disk" else states * workload.share}
     results = [block.results * (1 if workload.writes else block.count) for block in sizes.blocks]
-    memory["quantized weights"] = max(results) if workload.writes else sum(results)
-    needs = {"RAM": Need(parts=_with_allowance(memory), available=machine.memory)}
-    if not on_cpu:
-        gpu = {**work, "hidden states": states if workload.activations == "device" else 0}
-        needs["GPU memory"] = Need(parts=_with_allowance(gpu), available=machine.gpu)
+    decided = {"quantized weights": max(results) if workload.writes else sum(results)}
+    program = {"Python, torch, transformers": machine.program}
+    if workload.device.type == "cpu":
+        needs = {"RAM": _need([{**work, **held, **decided}, sizes.evaluation], machine.memory, program)}
+    else:
+        needs = {
+            "RAM": _need([decided if on_device else {**held, **decided}], machine.memory, program),
+            "GPU memory": _need([{**work, **held} if on_device else work, sizes.evaluation], machine.gpu, {}),
+        }
     if workload.writes:
-        disk = {"checkpoint": sizes.output}
-        joined = min(sizes.output, MAX_SHARD_BYTES)
-        kept = 2 * sizes.state * sizes.streams * workload.samples
-        if kept > joined:
-            disk["hidden states, to resume from"] = kept
-        else:
-            disk["a file while it is joined"] = joined
-        needs["disk"] = Need(parts=_nonzero(disk), available=machine.disk)
+        joined = ("a file while it is joined", min(sizes.output, MAX_SHARD_BYTES))
+        kept = ("hidden states, to resume from", 2 * states * workload.samples)
+        name, size = max(joined, kept, key=lambda part: part[1])
+        needs["disk"] = Need(parts={"checkpoint": sizes.output, name: size}, available=machine.disk)
     return needs
 
 
-def _working(block: BlockSizes, sizes: Sizes, workload: Workload) -> Iterator[dict[str, int]]:
-    """What is on the device, hidden states aside, at every height of the work on one block."""
-    resident = {
-        "one block": block.weights,
-        "its weights as stored": block.stored,
-        "its float copy": block.float_copy,
-        "outside the blocks": sizes.outside,
-    }
+def _need(heights: list[Mapping[str, int]], available: int | None, always: Mapping[str, int]) -> Need:
+    """The parts of the largest of some heights, with what is there at all of them, and an allowance."""
+    most = max(heights, key=lambda parts: sum(parts.values()))
+    parts = {name: size for name, size in {**always, **most}.items() if size}
+    allowance = round(sum(parts.values()) * ALLOWANCE)
+    return Need(parts={**parts, "allowance": allowance} if allowance else parts, available=available)
+
+
+def _work(block: BlockSizes, sizes: Sizes, workload: Workload) -> dict[str, int]:
+    """What is on the device, hidden states aside, at the height of the work on one block."""
     batch = min(workload.batch_size or 1, workload.share)
-    here = workload.activations == "device" or (workload.activations == "memory" and workload.device.type == "cpu")
-    per_sample = 0 if here else sizes.state  # from elsewhere, the states of a batch are brought here
-    forward = f"forward pass of {batch} samples" if batch > 1 else "forward pass of a sample"
-    if sizes.streams:
-        yield {**resident, forward: block.forward.fixed + batch * (per_sample + block.forward.sample)}
-    for each in block.passes:
-        counted = {**resident, "statistics of inputs": each.statistics}
-        if sizes.streams:
-            yield {**counted, forward: each.forward.fixed + batch * (per_sample + each.forward.sample)}
-        yield {**counted, f"solver of {each.solved}": each.solver}
-
-
-def _nonzero(parts: Mapping[str, int]) -> dict[str, int]:
-    return {name: size for name, size in parts.items() if size}
-
-
-def _with_allowance(parts: Mapping[str, int]) -> dict[str, int]:
-    kept = _nonzero(parts)
-    return {**kept, "allowance": round(sum(kept.values()) * ALLOWANCE)} if kept else kept
+    brought = 0  # where states are elsewhere, those of a batch are brought to the device
+    if workload.activations == "disk" or (workload.activations == "memory" and workload.device.type != "cpu"):
+        brought = sizes.state
+    heights = []
+    for phase in block.phases:
+        if phase.solved is None:
+            what = f"forward pass of {batch} samples" if batch > 1 else "forward pass of a sample"
+            held = phase.fixed + batch * (phase.sample + brought)
+        else:
+            what, held = f"solver of {phase.solved}", phase.fixed
+        statistics = min(phase.statistics, max(phase.stage, workload.statistics_bytes))
+        heights.append({"statistics of inputs": statistics, what: held})
+    most = max(heights, key=lambda parts: sum(parts.values()))
+    return {"one block": block.weights, "outside the blocks": sizes.outside, **most}
 
 
 def _remedies(
-    measure: Measure, workload: Workload, machine: Machine
+    choose: Callable[[Workload], Plan], workload: Workload, machine: Machine
 ) -> tuple[tuple[str, ...], Mapping[str, Need] | None]:
     """Single options that make `workload` fit, or else as few as are needed together, or else what the least needs."""
 
-    def fits(changes: list[dict[str, Any]]) -> bool:
-        changed = _changed(workload, changes)
-        return _choose(measure, changed, machine).fits
+    def fits(changes: list[Change]) -> bool:
+        return choose(_changed(workload, changes)).fits
 
-    options = list(_options(workload, machine))
-    single = [next((value for value in values if fits([value])), None) for values in options]
-    found = [_described(value) for value in single if value is not None]
+    options = {name: values for name, values in _options(workload, machine).items() if values}
+    single = [
+        next(((name, value) for value in values if fits([(name, value)])), None) for name, values in options.items()
+    ]
+    found = [change for change in single if change is not None]
     if found:
-        return tuple(found), None
-    together = [values[-1] for values in options if "device" not in values[-1]]
+        return tuple(_described([change]) for change in found), None
+    together = [(name, values[-1]) for name, values in options.items() if name != "device"]
     if not fits(together):
-        smallest = _changed(workload, together)
-        return (), _choose(measure, smallest, machine).needs
-    for value in reversed(list(together)):  # what costs quality goes first
-        without = [other for other in together if other is not value]
+        return (), choose(_changed(workload, together)).needs
+    for change in reversed(together.copy()):  # what costs quality goes first
+        without = [other for other in together if other != change]
         if fits(without):
             together = without
-    return (" with ".join(map(_described, together)),), None
+    return (_described(together),), None
 
 
-def _options(workload: Workload, machine: Machine) -> Iterator[list[dict[str, Any]]]:
-    """Every option with its values, the mildest first; options that cost quality come last."""
-    if workload.calibrated and (workload.activations != "auto" or workload.activation_memory is not None):
-        yield [{"activations": place} for place in ("memory", "disk")]
+def _options(workload: Workload, machine: Machine) -> dict[str, list[Any]]:
+    """Every option with the values that may help, the mildest first; options that cost quality come last."""
+    config, open_choices = workload.config, workload.activations == "auto" and workload.activation_memory is None
+    options: dict[str, list[Any]] = {
+        "activations": [] if open_choices else ["memory", "disk"][: 1 + workload.writes],
+        "evaluate_on": [] if workload.evaluate_on is None else [None],
+    }
     if workload.begun:
-        return
-    if workload.config.float64:
-        yield [{"float64": False}]
-    if workload.config.lm_head:
-        yield [{"lm_head": False}]
-    if workload.device.type == "cuda":
-        yield [{"device": "cpu"}]
-    elif machine.gpu is not None:
-        yield [{"device": "cuda"}]
-    if not workload.calibrated:
-        return
-    if workload.batch_size is not None and workload.batch_size > 1:
-        yield [{"batch_size": size} for size in _halves(workload.batch_size, 1)]
-    if not workload.config.true_sequential:
-        yield [{"true_sequential": True}]
-    if workload.samples > FEWEST_SAMPLES:
-        yield [{"samples": samples} for samples in _halves(workload.samples, FEWEST_SAMPLES)]
-    if workload.length > SHORTEST:
-        yield [{"sequence_length": length} for length in _halves(workload.length, SHORTEST)]
-    if workload.config.method == "gptaq":
-        yield [{"method": "gptq"}]
+        return options
+    return options | {
+        "float64": [False] * config.float64,
+        "lm_head": [False] * config.lm_head,
+        "device": ["cpu"] if workload.device.type == "cuda" else ["cuda"] if machine.gpu is not None else [],
+        "batch_size": _halves(workload.batch_size or 1, 1),
+        "true_sequential": [True] * (not config.true_sequential),
+        "samples": _halves(workload.samples, FEWEST_SAMPLES),
+        "sequence_length": _halves(workload.sequence_length, SHORTEST),
+        "method": ["gptq"] * (config.method == "gptaq"),
+    }
 
 
 def _halves(value: int, least: int) -> list[int]:
+    """`value` halved again and again, down to `least`."""
     values = []
     while value > least:
         value = max(value // 2, least)
@@ -340,20 +312,15 @@ def _halves(value: int, least: int) -> list[int]:
     return values
 
 
-def _changed(workload: Workload, changes: list[dict[str, Any]]) -> Workload:
-    for change in changes:
-        [(name, value)] = change.items()
-        if name == "sequence_length":
-            workload = dataclasses.replace(workload, length=value)
-        elif name == "device":
-            workload = dataclasses.replace(workload, device=torch.device(value))
-        elif name in ("samples", "batch_size", "activations"):
-            workload = dataclasses.replace(workload, **change)
-        else:
-            workload = dataclasses.replace(workload, config=dataclasses.replace(workload.config, **change))
+def _changed(workload: Workload, changes: list[Change]) -> Workload:
+    """`workload` with other options, its own or those of its config."""
+    for name, value in changes:
+        changed: dict[str, Any] = {name: torch.device(value) if name == "device" else value}
+        if not hasattr(workload, name):
+            changed = {"config": dataclasses.replace(workload.config, **changed)}
+        workload = dataclasses.replace(workload, **changed)
     return workload
 
 
-def _described(change: Mapping[str, Any]) -> str:
-    [(name, value)] = change.items()
-    return f"{name}={value!r}"
+def _described(changes: list[Change]) -> str:
+    return " with ".join(f"{name}={value!r}" for name, value in changes)

@@ -89,6 +89,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
             resume=arguments.resume,
             activations=arguments.activations,
             activation_memory=arguments.activation_memory,
+            fit_check=arguments.fit_check,
             trust_remote_code=arguments.trust_remote_code,
             progress=progress,
         )
@@ -111,13 +112,14 @@ def _plan(arguments: argparse.Namespace) -> None:
         activations=arguments.activations,
         activation_memory=arguments.activation_memory,
         device=arguments.device,
+        evaluate_on=arguments.evaluate_on,
         timed=not arguments.untimed,
         trust_remote_code=arguments.trust_remote_code,
     )
     values = plan.to_dict()
     print(json.dumps(values, indent=2) if arguments.json else plan_summary(values))
     sys.stdout.flush()
-    plan.check()
+    plan.check(fit_check=arguments.fit_check)
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

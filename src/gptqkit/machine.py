@@ -13,6 +13,10 @@ RESERVE = 128 << 20
 """Bytes of RAM that a process is not given: libraries load more as they go, and allocators keep pieces of what was
 freed (up to 87 MiB were seen, benchmarks/results/scale.json)."""
 
+# What control groups call their limit, what is used of it, and the part of that which is cached files.
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -40,11 +44,8 @@ def look(device: torch.device, folder: Path, *, processes: int = 1) -> Machine:
         processes: How many on this machine share its RAM.
     """
     program = _program()
-    limits = [
-        limit
-        for limit in (_available(), _cgroup_room(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")))
-        if limit is not None
-    ]
+    found = (_available(), _cgroup_room(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")))
+    limits = [limit for limit in found if limit is not None]
     gpu = None
     if torch.cuda.is_available():
         place = device if device.type == "cuda" else torch.device("cuda", 0)
@@ -60,17 +61,12 @@ def look(device: torch.device, folder: Path, *, processes: int = 1) -> Machine:
 
 
 def _available() -> int | None:
-    """What Linux says can be had without swapping; elsewhere what is free, where the system tells."""
+    """What Linux says can be had without swapping; None elsewhere."""
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
+        lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
         return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _program() -> int:
@@ -97,24 +93,14 @@ def _cgroup_room(root: Path, membership: Path) -> int | None:
     rooms = []
     for line in lines:
         _, controllers, inside = line.split(":", 2)
-        if controllers == "":
-            mount, limit, usage, cached = root, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            mount, limit, usage, cached = (
-                root / "memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            )
-        else:
+        if controllers and "memory" not in controllers.split(","):
             continue
+        mount = root / "memory" if controllers else root
+        files = _VERSION_1 if controllers else _VERSION_2
         # In a container the path is the host's, and the group that counts is mounted as the root.
         group = mount / inside.strip("/")
-        for folder in (mount, *(path for path in (group, *group.parents) if mount in path.parents)):
-            room = _room(folder, limit, usage, cached)
-            if room is not None:
-                rooms.append(room)
-    return min(rooms, default=None)
+        rooms += [_room(folder, *files) for folder in {mount, group, *group.parents} if folder.is_relative_to(mount)]
+    return min((room for room in rooms if room is not None), default=None)
 
 
 def _room(folder: Path, limit: str, usage: str, cached: str) -> int | None:

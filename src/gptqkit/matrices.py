@@ -17,47 +17,41 @@ of real runs.
 
 from __future__ import annotations
 
-from .quantizer.config import QuantizeConfig
-from .quantizer.modules import Target
+from .quantizer.modules import Target, pieces
 
 
-def solver_bytes(rows: int, columns: int, config: QuantizeConfig, *, calibrated: bool, copies_weight: bool) -> int:
+def solver_bytes(target: Target, *, calibrated: bool) -> int:
     """What solving and judging one module takes beside its statistics, by the formulas above.
 
     Args:
-        rows: n, output features.
-        columns: k, input features.
-        config: The method, its arithmetic and its groups.
+        target: The module, in the dtype in which it works.
         calibrated: Whether there is a Hessian.
-        copies_weight: Whether the weight is not float32 already.
     """
+    config, (rows, columns) = target.config, target.weight.shape
     size = 8 if config.float64 else 4
     weight, square = rows * columns, columns * columns
     group = config.group_size or columns
     grids = 2 * size * weight // group  # scales and zeros
-    kept = 4 * square * calibrated + 4 * weight * copies_weight
+    kept = 4 * square * calibrated + 4 * weight * (target.weight.itemsize != 4)
     rounding = kept + 9 * weight + grids + max(2 * weight, 12 * rows * group)
-    judging = max(rounding + weight, kept + 14 * weight) if calibrated else 0
+    judging = max(rounding + weight, kept + 14 * weight) if calibrated else rounding
     if config.method == "rtn":
-        return max(judging, rounding)
+        return judging
     paired = config.method == "gptaq"
     kept += 4 * square * paired + size * weight
-    factor = kept + 3 * size * square
-    correction = kept + 4 * size * square * paired
+    factor = kept + size * square * (4 if paired else 3)  # or the correction
     block = config.block_size if group == columns else max(group, config.block_size // group * group)
-    sweep = kept + size * square * (3 if paired else 1) + weight * (size * (4 if paired else 3) + 1)
     width = min(block, columns)
+    sweep = kept + size * square * (3 if paired else 1) + weight * (size * (4 if paired else 3) + 1)
     sweep += grids + size * rows * (3 * width + group) + 2 * size * width * width
-    return max(factor, correction, sweep, judging)
+    return max(factor, sweep, judging)
 
 
 def stored_bytes(target: Target) -> int:
     """qweight, qzeros, scales and g_idx of one matrix in a checkpoint; gate and up projections of an expert are two."""
-    rows, columns = target.weight.shape
+    (rows, columns), bits = target.weight.shape, target.config.bits
     groups = columns // (target.config.group_size or columns)
-    bits = target.config.bits
-    indices = columns * 4 * pieces(target)
-    return rows * columns * bits // 8 + groups * rows * bits // 8 + groups * rows * 2 + indices
+    return rows * columns * bits // 8 + groups * rows * bits // 8 + groups * rows * 2 + 4 * columns * pieces(target)
 
 
 def decided_bytes(target: Target) -> int:
@@ -65,8 +59,3 @@ def decided_bytes(target: Target) -> int:
     rows, columns = target.weight.shape
     groups = columns // (target.config.group_size or columns)
     return rows * columns + groups * rows * 4 + columns * 4
-
-
-def pieces(target: Target) -> int:
-    """As how many matrices a checkpoint holds it: gate and up projections of an expert are stored apart."""
-    return 2 if target.expert is not None and target.name.endswith(".gate_up_proj") else 1

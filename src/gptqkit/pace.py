@@ -14,8 +14,9 @@ from .calibration.windows import TokenWindows
 from .quantizer.journal import Resumed, Step
 from .quantizer.walk import quantize_blocks
 from .quantizer.weights import Weights
-from .sizes import Sizes, Workload
+from .sizes import Sizes
 from .source import FloatModel
+from .workload import Workload
 
 FEW_TOKENS = 32
 MANY_TOKENS = 512  # in a sample: on a CPU, the passes of a large block over more would take minutes
@@ -39,7 +40,7 @@ class Pace:
     def total(self, sizes: Sizes, workload: Workload) -> float:
         """Seconds of a whole run but for writing: other blocks take longer as their weights are more."""
         blocks = sum(kind.count * kind.weights for kind in sizes.blocks) / sizes.blocks[0].weights
-        tokens = workload.samples * workload.length if workload.calibrated else 0
+        tokens = workload.samples * workload.sequence_length
         return self.outside + blocks * (self.block + tokens * self.token)
 
 
@@ -48,14 +49,14 @@ def measure_pace(source: FloatModel, workload: Workload) -> Pace:
 
     Solving takes as long on few tokens as on many, so what the many take longer is the passes' time.
     """
-    if not workload.calibrated:
+    if not workload.samples:
         timed = _time(source, workload, None)
         return Pace(outside=0.0, block=timed.read + timed.worked, token=0.0)
-    few = (1, min(FEW_TOKENS, workload.length // 2))
+    few = (1, min(FEW_TOKENS, workload.sequence_length // 2))
     if workload.device.type == "cuda":
         _time(source, workload, few)  # libraries load their kernels when they are first called
     short = _time(source, workload, few)
-    samples, length = 1, min(workload.length, MANY_TOKENS)
+    samples, length = 1, min(workload.sequence_length, MANY_TOKENS)
     while True:
         long = _time(source, workload, (samples, length))
         if long.worked - long.solved > LONG_ENOUGH or samples >= workload.samples:

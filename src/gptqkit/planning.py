@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from .architecture import empty_model, explain, without_bars
+from .architecture import open_empty
 from .budget import Plan, make_plan
 from .calibration.activations import PLACES, Place
-from .errors import CheckpointError, DoesNotFitError
 from .evaluating import check_length, default_length
 from .loading import choose_device
 from .machine import look
 from .pace import measure_pace
 from .quantizer.config import QuantizeConfig
 from .quantizer.ranks import Ranks
-from .sizes import Workload, measure, shapes_of
+from .sizes import measure, shapes_of
 from .source import StoredModel
 from .units import size_text
+from .workload import Workload
 
 _LOG = logging.getLogger("gptqkit")
 
@@ -40,6 +40,7 @@ def plan(
     activations: Literal["auto"] | Place = "auto",
     activation_memory: int | None = None,
     device: str | torch.device = "auto",
+    evaluate_on: str | Path | None = None,
     timed: bool = True,
     trust_remote_code: bool = False,
 ) -> Plan:
@@ -57,6 +58,7 @@ def plan(
         activations: Where hidden states are kept between blocks: "device", "memory" or "disk"; "auto" chooses.
         activation_memory: Bytes of RAM that "auto" may give to hidden states; None for half of what is free.
         device: "auto" takes a GPU where there is one.
+        evaluate_on: Text that the checkpoint would be evaluated on; it is not read.
         timed: Run and solve one block, to estimate the time; only where the run fits, and for a model in a folder.
         trust_remote_code: Let transformers run code that comes with the model.
 
@@ -68,18 +70,18 @@ def plan(
     """
     config = config or QuantizeConfig()
     place = choose_device(device)
-    shapes = open_shapes(model, trust_remote_code=trust_remote_code)
+    shapes = shapes_of(open_empty(model, trust_remote_code=trust_remote_code))
     length = default_length(shapes) if sequence_length is None else sequence_length
     check_length(shapes, length)
     workload = Workload(
         config=config,
-        length=length,
+        sequence_length=length,
         device=place,
-        samples=samples,
+        samples=0 if config.method == "rtn" else samples,
         batch_size=batch_size,
         activations=activations,
         activation_memory=activation_memory,
-        calibrated=config.method != "rtn",
+        evaluate_on=evaluate_on,
     )
     made = make_plan(partial(measure, shapes), workload, look(place, Path.cwd() if out is None else Path(out).parent))
     if not timed or not made.fits or not Path(model).is_dir():
@@ -89,7 +91,15 @@ def plan(
     return dataclasses.replace(made, seconds=pace.total(made.sizes, made.workload))
 
 
-def plan_run(model: PreTrainedModel, workload: Workload, ranks: Ranks, out: Path | None, *, already: int = 0) -> Plan:
+def plan_run(
+    model: PreTrainedModel,
+    workload: Workload,
+    ranks: Ranks,
+    out: Path | None,
+    *,
+    already: int = 0,
+    fit_check: bool = True,
+) -> Plan:
     """The plan that all ranks of a run follow: that of the rank with the least room.
 
     Args:
@@ -98,6 +108,7 @@ def plan_run(model: PreTrainedModel, workload: Workload, ranks: Ranks, out: Path
         ranks: The processes.
         out: The checkpoint to be.
         already: Bytes on disk that the run has taken before.
+        fit_check: See `Plan.check`.
 
     Raises:
         DoesNotFitError: Something is missing, on any rank.
@@ -112,12 +123,7 @@ def plan_run(model: PreTrainedModel, workload: Workload, ranks: Ranks, out: Path
         made = make_plan(partial(measure, shapes_of(model).eval()), asked, machine)
     chosen = min(ranks.gather(made), key=_room)
     with ranks.together():
-        try:
-            chosen.check()
-        except DoesNotFitError as error:
-            if not chosen.untraced:
-                raise
-            _LOG.warning("by a coarse estimate, %s", error)
+        chosen.check(fit_check=fit_check)
     if ranks.rank == 0:
         _LOG.info("planned: %s", _in_short(chosen))
     return chosen
@@ -130,7 +136,7 @@ def _in_short(plan: Plan) -> str:
         + ("" if need.available is None else f" ({size_text(need.available)} there)")
         for name, need in plan.needs.items()
     ]
-    if plan.workload.calibrated:
+    if plan.workload.samples:
         needs += [f"batches of {plan.workload.batch_size}", f"hidden states: {plan.workload.activations}"]
     return ", ".join(needs)
 
@@ -138,22 +144,4 @@ def _in_short(plan: Plan) -> str:
 def _room(plan: Plan) -> tuple[bool, int, int, int]:
     """Less for a plan that was made with less room."""
     chosen = plan.workload
-    place = 0 if chosen.activations == "auto" else PLACES.index(chosen.activations)
-    return plan.fits, chosen.batch_size or 0, -place, chosen.statistics_bytes
-
-
-def open_shapes(path_or_id: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model of a folder or Hub id on the meta device: all shapes, in the dtype of its files, and no weights.
-
-    Raises:
-        DatasetUnavailableError: It cannot be found or fetched.
-        CheckpointError: It is quantized.
-        ArchitectureError: A model that transformers does not know, or only by running its code.
-    """
-    with explain(path_or_id), without_bars():
-        config = AutoConfig.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
-        if hasattr(config, "quantization_config"):
-            raise CheckpointError(f"{path_or_id} is quantized already; give the float model")
-        model = empty_model(config, config.dtype or torch.float32, trust_remote_code=trust_remote_code)
-    model.tie_weights()
-    return shapes_of(model)
+    return plan.fits, chosen.batch_size or 0, -("auto", *PLACES).index(chosen.activations), chosen.statistics_bytes

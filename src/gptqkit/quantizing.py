@@ -33,8 +33,8 @@ from .quantizer.ranks import Ranks
 from .quantizer.report import QuantizationReport
 from .quantizer.solving import WalkResult
 from .quantizer.walk import quantize_blocks
-from .sizes import Workload
 from .source import FloatModel, LoadedModel, StoredModel
+from .workload import Workload
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +72,7 @@ def quantize(
     resume: bool = False,
     activations: Literal["auto"] | Place = "auto",
     activation_memory: int | None = None,
+    fit_check: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     trust_remote_code: bool = False,
     progress: ProgressCallback = silent,
@@ -106,6 +107,8 @@ def quantize(
         activations: Where hidden states are kept between blocks: "device", "memory" (RAM) or "disk"; "auto" for the
             first of these where they fit.
         activation_memory: Bytes of RAM that "auto" may give to hidden states; None for half of what is free.
+        fit_check: Refuse a run that does not fit by its plan; False only warns, and goes on with the most modest of the
+            open choices.
         max_shard_bytes: Size of the checkpoint's files, at most.
         trust_remote_code: Let transformers run code that comes with the float model.
         progress: Called once per module, and while evaluating.
@@ -114,7 +117,7 @@ def quantize(
         The report, the weights, and the path.
 
     Raises:
-        DoesNotFitError: There is too little memory or disk; the message names what would help.
+        DoesNotFitError: There is too little memory or disk, by the plan or in fact; the message names what would help.
         GptqkitError: Settings, text, model or files that do not fit; see `errors`.
     """
     config = config or QuantizeConfig()
@@ -175,16 +178,17 @@ def quantize(
         with job or nullcontext():
             asked = Workload(
                 config=config,
-                length=length if windows is None else windows.input_ids.shape[1],
+                sequence_length=length if windows is None else windows.input_ids.shape[1],
                 device=ranks.device,
                 samples=0 if windows is None else len(windows.input_ids),
                 batch_size=batch_size,
                 activations=activations,
                 activation_memory=activation_memory,
-                calibrated=windows is not None,
                 writes=job is not None,
+                evaluate_on=evaluate_on,
             )
-            walked = _walk(source, windows, config, ranks, _planned(source, asked, ranks, job), job, progress)
+            workload = _planned(source, asked, ranks, job, fit_check=fit_check)
+            walked = _walk(source, windows, config, ranks, workload, job, progress)
             report = QuantizationReport(
                 model=name,
                 config=config,
@@ -218,15 +222,16 @@ def quantize(
     return QuantizeResult(report, StoredWeights(job.out), job.out)
 
 
-def _planned(source: FloatModel, asked: Workload, ranks: Ranks, job: Job | None) -> Workload:
+def _planned(source: FloatModel, asked: Workload, ranks: Ranks, job: Job | None, *, fit_check: bool) -> Workload:
     """`asked` with its open choices made: those of a job that goes on stay, as far as they show in the result."""
     taken = 0
     if job is not None:
         resumed = job.resumed()
-        if resumed is not None and asked.calibrated:
+        if resumed is not None and asked.samples:
             asked = dataclasses.replace(asked, batch_size=resumed.batch_size, begun=True)
         taken = sum(file.stat().st_size for file in job.folder.glob("*") if file.is_file())
-    return plan_run(source.model, asked, ranks, None if job is None else job.out, already=taken).workload
+    out = None if job is None else job.out
+    return plan_run(source.model, asked, ranks, out, already=taken, fit_check=fit_check).workload
 
 
 def _walk(
@@ -249,7 +254,7 @@ def _walk(
             batch_size=workload.batch_size or 1,
             weights=source.weights,
             journal=job,
-            activations=workload.place,
+            activations="memory" if workload.activations == "auto" else workload.activations,
             statistics_bytes=workload.statistics_bytes,
             ranks=ranks,
             progress=progress,

@@ -14,16 +14,16 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
-from .architecture import empty_model, explain, without_bars
+from .architecture import explain, open_empty, without_bars
 from .errors import CheckpointError
 from .export.names import StoredNames
 from .export.shards import PICKLES, Shards, some
-from .quantizer.modules import find_blocks, is_tied, output_layer
+from .quantizer.modules import brought_in, find_blocks, output_layer
 from .quantizer.stream import working_copy
 from .quantizer.weights import InMemory, Weights
 
@@ -107,15 +107,10 @@ class StoredModel:
     def __init__(self, path_or_id: str | Path, *, trust_remote_code: bool = False) -> None:
         with explain(path_or_id), without_bars():
             self.path = _local(path_or_id)
-            config = AutoConfig.from_pretrained(self.path, trust_remote_code=trust_remote_code)
-            if hasattr(config, "quantization_config"):
-                raise CheckpointError(f"{path_or_id} is quantized; start from the float model")
-            self._dtype = config.dtype or torch.float32
-            self.model = empty_model(config, self._dtype, trust_remote_code=trust_remote_code)
+            self.model = open_empty(self.path, trust_remote_code=trust_remote_code)
             if (self.path / "generation_config.json").exists() and self.model.can_generate():
                 self.model.generation_config = GenerationConfig.from_pretrained(self.path)
-        self.model.tie_weights()
-        self.model.eval().requires_grad_(False)
+        self._dtype = self.model.config.dtype or torch.float32
         self.weights: Weights = self
         self._code = trust_remote_code
         self._where = Shards.open(self.path, None).where
@@ -130,8 +125,7 @@ class StoredModel:
 
     def outside(self, device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Everything but the blocks, and but the output layer where that has weights of its own."""
-        output = output_layer(self.model)
-        aside = [self._blocks] if output is None or is_tied(self.model) else [self._blocks, output]
+        aside = brought_in(self.model, self._blocks)
         left = {id(tensor) for module in aside for tensor in module.parameters()}
         wanted = {
             name for name, tensor in self.model.named_parameters(remove_duplicate=False) if id(tensor) not in left
