@@ -1,10 +1,20 @@
 """Quantizing on a GPU, simulated on every machine and real where there is one: the same results as on a CPU."""
 
+import gc
+from functools import partial
+
 import pytest
 import torch
 
 import gptqkit
+from gptqkit.budget import make_plan
+from gptqkit.machine import Machine
+from gptqkit.quantizer.walk import quantize_blocks
+from gptqkit.sizes import measure, shapes_of
+from gptqkit.workload import Workload
 from support.models import build, windows
+
+UNKNOWN = Machine(memory=None, program=0, gpu=None, disk=None)
 
 
 def quantized(source, out, device, **changes):
@@ -35,7 +45,7 @@ def test_what_a_gpu_quantizes_is_as_good_and_is_what_is_loaded(gpu, method, acti
     assert_as_good(results[gpu], results["cpu"])
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llava", "bert"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "llava", "bert"])
 def test_other_models_from_disk(gpu, name, tmp_path):
     build(name).save_pretrained(tmp_path / "model")
     on_cpu, on_gpu = (
@@ -55,3 +65,24 @@ def test_a_quantized_head_and_the_comparison_with_the_float_model(gpu, tmp_path)
     )
     assert scores.backend == "cuda"
     assert 0 < scores.kl_divergence < 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("llama", {}), ("llama", {"method": "gptaq"}), ("mixtral", {}), ("falcon", {"true_sequential": False})],
+)
+def test_a_run_holds_at_its_height_what_the_plan_says(gpu, name, changes):
+    model = build(name).bfloat16()
+    config = gptqkit.QuantizeConfig(group_size=32, **changes)
+    work = Workload(
+        config=config, sequence_length=48, device=torch.device(gpu), samples=8, batch_size=4, activations="device"
+    )
+    need = make_plan(partial(measure, shapes_of(model)), work, UNKNOWN).needs["GPU memory"]
+    expected = need.total - need.parts["allowance"]
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        quantize_blocks(model, windows(8, 48), config, device=work.device, batch_size=4, activations="device")
+    held = torch.cuda.max_memory_allocated() - before
+    assert 0.9 * held < expected < 1.2 * held

@@ -1,14 +1,16 @@
 """A GPU that is not there: tensors that say they are on `cuda:0`, hold their numbers on the CPU and mix with no others.
 
 Within `simulated_gpu()` torch sees one GPU. Operators on its tensors run on the CPU's numbers, but with operands on
-two devices they fail as on a GPU, so that a tensor forgotten on the host is found on every machine. Not seen: speed,
-memory, streams, and operators that a GPU does not have.
+two devices they fail as on a GPU, so that a tensor forgotten on the host is found on every machine. Its memory is what
+its tensors take, without the rounding and the reserves of an allocator. Not seen: speed, streams, what a kernel needs
+for itself, and operators that a GPU does not have.
 """
 
 from __future__ import annotations
 
 import ctypes
 import subprocess
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -19,6 +21,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
@@ -43,6 +46,32 @@ namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceTy
 """
 
 
+class Memory:
+    """Bytes of the storages that are alive, now and at most."""
+
+    def __init__(self) -> None:
+        self.live = self.peak = 0
+        self._counted: set[int] = set()
+
+    def add(self, host: Tensor) -> None:
+        storage = host.untyped_storage()
+        identity, size = storage._cdata, storage.nbytes()
+        if identity in self._counted:
+            return
+        self._counted.add(identity)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+        def forget() -> None:
+            self._counted.discard(identity)
+            self.live -= size
+
+        weakref.finalize(storage, forget)
+
+    def forget_peak(self) -> None:
+        self.peak = self.live
+
+
 class GpuTensor(torch.Tensor):
     """A tensor on the GPU with its numbers in `host`. A parameter whose data is set to one gets a `host` as well."""
 
@@ -60,6 +89,7 @@ class GpuTensor(torch.Tensor):
             requires_grad=host.requires_grad,
         )
         tensor.host = host
+        memory.add(host)
         return tensor
 
     @classmethod
@@ -71,6 +101,9 @@ class GpuTensor(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GpuTensor({self.host})"
+
+
+memory = Memory()
 
 
 def is_on_gpu(value: object) -> bool:
@@ -91,13 +124,17 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
     return change(value)
 
 
+def _on_host(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return CPU if leaf.type == "cuda" else leaf
+    return leaf.host if is_on_gpu(leaf) else leaf
+
+
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """`func` on the host's numbers, with its results where a GPU would have them."""
     if func._can_decompose():
         with Operators():
             return func.decompose(*args, **kwargs)
-    if func is aten._fused_sdp_choice.default:
-        return 0  # the plain formula, which every device has
     leaves = list(_leaves((args, list(kwargs.values()))))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     target = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
@@ -107,12 +144,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         places = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in tensors)
         raise RuntimeError(f"Expected all tensors to be on the same device, but {func} got {places}")
 
-    def on_host(leaf: Any) -> Any:
-        if isinstance(leaf, torch.device):
-            return CPU if leaf.type == "cuda" else leaf
-        return leaf.host if is_on_gpu(leaf) else leaf
-
-    out = func(*_mapped(on_host, args), **{name: _mapped(on_host, value) for name, value in kwargs.items()})
+    out = func(*_mapped(_on_host, args), **{name: _mapped(_on_host, value) for name, value in kwargs.items()})
     if target is not None:
         stays = target.type == "cuda"
     else:
@@ -148,6 +180,14 @@ class Functions(TorchFunctionMode):
             kwargs = {**kwargs, "device": GPU}
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == GPU:
             return func(*args, **{**kwargs, "device": CPU}).to(GPU)
+        if func == torch.Tensor.__deepcopy__ and is_on_gpu(args[0]):
+            return args[1].setdefault(id(args[0]), args[0].clone())
+        if func == torch.Tensor.__getitem__ and is_on_gpu(args[0]):
+            places = args[1] if isinstance(args[1], tuple) else (args[1],)
+            args = (args[0], tuple(torch.tensor(each).to(GPU) if isinstance(each, list) else each for each in places))
+        if func is scaled_dot_product_attention and is_on_gpu(args[0]):  # fused: nothing but the result is made
+            named = {name: _on_host(value) for name, value in kwargs.items()}
+            return GpuTensor(func(*_mapped(_on_host, args), **named))
         result = func(*args, **kwargs)
         if func == torch.Tensor.data.__set__ and is_on_gpu(args[1]):
             args[0].host = args[1].host
@@ -195,9 +235,6 @@ def simulated_gpu() -> Iterator[None]:
         "set_device": None,
         "synchronize": None,
         "empty_cache": None,
-        "mem_get_info": (MEMORY, MEMORY),
-        "memory_reserved": 0,
-        "memory_allocated": 0,
         "get_device_properties": properties,
         "get_device_name": properties.name,
         "get_device_capability": (properties.major, properties.minor),
@@ -205,9 +242,20 @@ def simulated_gpu() -> Iterator[None]:
         "current_stream": SimpleNamespace(cuda_stream=None, synchronize=lambda: None),
         "device": nullcontext(),
     }
+    functions: dict[str, Callable[..., object]] = {
+        name: lambda *_, answer=answer: answer  # type: ignore[misc]
+        for name, answer in answers.items()
+    }
+    functions |= {
+        "mem_get_info": lambda *_: (MEMORY - memory.live, MEMORY),
+        "memory_reserved": lambda *_: memory.live,
+        "memory_allocated": lambda *_: memory.live,
+        "max_memory_allocated": lambda *_: memory.peak,
+        "reset_peak_memory_stats": lambda *_: memory.forget_peak(),
+    }
     with ExitStack() as stack:
-        for name, answer in answers.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, answer=answer: answer))
+        for name, function in functions.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, function))
         stack.enter_context(mock.patch.object(ThreadPoolExecutor, "submit", _submit_here))
         # Tensors of inference mode refuse what results of such operators need.
         stack.enter_context(mock.patch.object(torch._C, "_InferenceMode", side_effect=lambda _: torch.no_grad()))
