@@ -58,8 +58,7 @@ class WorkDirectory:
         self.target = Path(os.path.realpath(target))
         self.path = work_path(target)
         self._overwrite = overwrite
-        if (self.path / "shards.json").exists() and not (self.path / "checkpoint").exists():
-            shutil.rmtree(self.path)  # the checkpoint has appeared; only this was left to do
+        self._delete_remains()
         if (self.path / "job.json").exists():
             if not resume:
                 raise OutputExistsError(
@@ -85,6 +84,14 @@ class WorkDirectory:
             self.write_json("job.json", {"job": job, "environment": environment or {}})
             sync_directory(self.path.parent)
         self.records = self._read_records()
+
+    def _delete_remains(self) -> None:
+        """Delete what is left of a job that was killed while it began, or when it had ended but for this."""
+        appeared = (self.path / "shards.json").exists() and not (self.path / "checkpoint").exists()
+        if appeared or (self.path.exists() and not (self.path / "job.json").exists()):
+            self._lock_it()
+            shutil.rmtree(self.path)
+            self.close()
 
     def _lock_it(self) -> None:
         self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)

@@ -230,6 +230,19 @@ def test_a_cut_off_shard_of_the_model_is_named_and_nothing_is_lost(tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("left", [["lock"], ["lock", "job.json", "shards.json"], ["rank-0"]])
+def test_what_a_kill_at_the_very_end_leaves_is_deleted_on_resuming(stored, tmp_path, left):
+    out = tmp_path / "out"
+    run(stored("mistral"), out, settings())
+    folder = work_path(out)
+    folder.mkdir()
+    for name in left:
+        (folder / name).write_text("{}")
+    with pytest.raises(OutputExistsError, match="exists already"):
+        run(stored("mistral"), out, settings(), resume=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def command(model, out):
     script = (
         "import sys, gptqkit; sys.path.insert(0, sys.argv[1]); from test_resume import run, settings; "
@@ -293,7 +306,7 @@ def test_killed_at_random_moments_it_ends_in_the_same_files(stored, tmp_path):
                 time.sleep(chance.uniform(0.1, 0.6) * seconds)
                 process.send_signal(signal.SIGKILL)
             killed += process.wait() == -signal.SIGKILL
-        if work_path(out).exists():  # killed between its last two steps: the next start cleans up
+        if work_path(out).exists():  # killed in its very last steps: the next start cleans up
             command(model, out).wait()
         assert contents(out) == expected
     assert len(list(tmp_path.iterdir())) == jobs + 1  # no work directories
