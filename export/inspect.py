@@ -77,7 +77,7 @@ def inspect(path: Path | str) -> CheckpointSummary:
 
     What other programs can load was found by running them or, for SGLang and the kernels of vLLM, by reading them:
     GPTQModel 7.5, transformers 5.23 with optimum 2.3, vLLM 0.32, SGLang, AutoGPTQ 0.7.1. vLLM and SGLang are meant on
-    a GPU; on a CPU, vLLM serves 4 bits only.
+    a GPU; on a CPU, vLLM serves 4 bits only. Kinds of models that were not tried count as not loaded.
 
     Raises:
         CheckpointError: The checkpoint is damaged, contradictory or of an unknown format.
@@ -124,7 +124,25 @@ def _declared_group(spec: LayerSpec) -> int:
     return -1 if spec.group_size == spec.in_features else spec.group_size
 
 
+def _untried(checkpoint: Checkpoint, *, mixtures: bool = False) -> Iterator[str]:
+    """Kinds of models with which a reader was never seen to work."""
+    for architecture in checkpoint.model_config.get("architectures") or ():
+        if not str(architecture).endswith("ForCausalLM"):
+            yield f"was tried with causal language models only, not with {architecture}"
+    if not mixtures and _has_experts(checkpoint):
+        yield "was not tried with mixtures of experts"
+
+
+def _has_experts(checkpoint: Checkpoint) -> bool:
+    return any(".experts." in name for name in checkpoint.layers)
+
+
 def _against_gptqmodel(checkpoint: Checkpoint) -> Iterator[str]:
+    yield from _untried(checkpoint, mixtures=True)
+    if any(".block_sparse_moe.experts." in name for name in checkpoint.layers):
+        yield "looks for experts under other names, mlp.experts.N.gate_proj and so on"
+    if checkpoint.model_config.get("model_type") == "gpt_oss":
+        yield "computes other logits for this architecture"
     version = re.search(r"gptqmodel:(\d+)\.(\d+)", checkpoint.settings.writer or "", re.IGNORECASE)
     trusted = version is not None and (int(version[1]), int(version[2])) >= (0, 9)
     if checkpoint.format == "gptq" and not checkpoint.sym and not trusted:
@@ -133,6 +151,7 @@ def _against_gptqmodel(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _against_transformers(checkpoint: Checkpoint) -> Iterator[str]:
+    yield from _untried(checkpoint)
     yield from _odd_dimensions(checkpoint, 32, 32)
     yield from _mixed(checkpoint)
     names = set(checkpoint.tensor_names)
@@ -153,6 +172,7 @@ def _against_transformers(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _against_vllm(checkpoint: Checkpoint) -> Iterator[str]:
+    yield from _untried(checkpoint)
     bits = sorted({spec.bits for spec in checkpoint.layers.values()} - {4, 8})
     if bits:
         yield f"serves 4 and 8 bits, not {_listed(bits)}"
@@ -170,6 +190,7 @@ def _against_vllm(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _against_sglang(checkpoint: Checkpoint) -> Iterator[str]:
+    yield from _untried(checkpoint)
     kinds = {(spec.bits, spec.sym) for spec in checkpoint.layers.values()}
     dtype = str(checkpoint.model_config.get("torch_dtype") or checkpoint.model_config.get("dtype"))
     if not kinds <= {(4, True), (8, True)} and dtype.removeprefix("torch.") != "float16":
@@ -178,6 +199,7 @@ def _against_sglang(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _against_autogptq(checkpoint: Checkpoint) -> Iterator[str]:
+    yield from _untried(checkpoint)
     if checkpoint.format == "gptq_v2":
         yield "reads version 2 as version 1 without notice, every zero off by one; convert to gptq"
     yield from _mixed(checkpoint)

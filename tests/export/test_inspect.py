@@ -101,3 +101,17 @@ def test_fused_projections_must_agree(material: Make, tmp_path: Path) -> None:
         made.other_tensors[source.replace("q_proj", "k_proj.weight")] = torch.randn(64, 64)
     reasons = loaders(made.write(tmp_path / "out"))
     assert any("qkv_proj quantized alike" in reason for reason in reasons["SGLang"])
+
+
+def test_kinds_of_models_that_were_not_tried_are_not_promised(material: Make, tmp_path: Path) -> None:
+    made = material(format="gptq")
+    made.model_config["architectures"] = ["LlavaForConditionalGeneration"]
+    reasons = loaders(made.write(tmp_path / "composite"))
+    assert set(reasons) == ALL - {"gptqkit"}
+    assert all("not with LlavaForConditionalGeneration" in each[0] for each in reasons.values())
+    made = material(format="gptq")
+    weight = made.weights["model.layers.0.self_attn.q_proj"]
+    made.weights["model.layers.0.mlp.experts.0.gate_proj"] = weight
+    assert set(loaders(made.write(tmp_path / "mixture"))) == ALL - {"gptqkit", "GPTQModel"}
+    made.weights["model.layers.0.block_sparse_moe.experts.0.w1"] = weight
+    assert "under other names" in loaders(made.write(tmp_path / "mixtral"))["GPTQModel"][0]
