@@ -209,10 +209,7 @@ def _submit_here(_: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any,
 
 
 def load_guard(folder: Path) -> None:
-    """Compile and load what torch's C++ asks of a device, unless torch has it; the process keeps it."""
-    if torch.backends.cuda.is_built():
-        torch._C._ensureCUDADeviceGuardSet()
-        return
+    """Compile and load what torch's C++ asks of a device; the process keeps it, in the place of torch's own."""
     source, library = folder / "guard.cpp", folder / "guard.so"
     source.write_text(GUARD, encoding="utf-8")
     torch_folder = Path(torch.__file__).parent
