@@ -35,7 +35,7 @@ skip() { # name, reason
 step() { # name, seconds, command...
     local name=$1 seconds=$2 begin=$SECONDS left=$((deadline - SECONDS)) status
     shift 2
-    if [ "$left" -lt 10 ]; then
+    if [ "$left" -lt 10 ] || [ "$seconds" -lt 10 ]; then
         failed=1
         skip "$name" "no time is left"
         return

@@ -47,9 +47,11 @@ def test_perplexity_equals_the_reference_backends(checkpoint, emulated, small_te
     assert scores.perplexity == pytest.approx(reference.perplexity, rel=1e-3)
 
 
+# Each length takes another kernel; the longer ones take long where the GPU is simulated.
+@pytest.mark.parametrize("length", [16, *(pytest.param(length, marks=pytest.mark.gpu) for length in (48, 512))])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_perplexity_on_a_gpu(checkpoint, gpu, small_text, dtype):
-    settings = {**SETTINGS, "dtype": dtype, "device": gpu}
+def test_perplexity_on_a_gpu(checkpoint, gpu, small_text, dtype, length):
+    settings = {**SETTINGS, "dtype": dtype, "device": gpu, "sequence_length": length}
     scores = evaluate(checkpoint, [small_text], **settings)
     reference = evaluate(checkpoint, [small_text], backend="torch", **settings)
     assert (scores.backend, reference.backend) == ("cuda", "torch")

@@ -76,9 +76,10 @@ def test_what_cannot_be_planned_is_said(folder, tmp_path):
         gptqkit.plan(tmp_path / "out")
 
 
-def test_a_forward_pass_that_cannot_be_traced_is_estimated_and_said(monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, IndexError, ZeroDivisionError])
+def test_a_forward_pass_that_cannot_be_traced_is_estimated_and_said(error, monkeypatch):
     def fail(*_):
-        raise RuntimeError("shapes depend on numbers")
+        raise error("shapes depend on numbers")
 
     model = build("mistral")
     exact = measure(gptqkit.sizes.shapes_of(model), Workload(config=CONFIG, sequence_length=24, device=CPU))

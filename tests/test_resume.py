@@ -15,7 +15,7 @@ import torch
 
 import gptqkit
 from gptqkit.errors import CheckpointError, DoesNotFitError, OutputExistsError, ResumeError
-from gptqkit.export.work import work_path
+from gptqkit.export.work import WorkDirectory, work_path
 from support.models import MODELS, build, windows
 
 STOPPED = [
@@ -241,6 +241,18 @@ def test_what_a_kill_at_the_very_end_leaves_is_deleted_on_resuming(stored, tmp_p
     with pytest.raises(OutputExistsError, match="exists already"):
         run(stored("mistral"), out, settings(), resume=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("left", [[], ["job.json", "shards.json"]])
+def test_what_a_living_process_is_about_to_delete_is_left_to_it(tmp_path, left):
+    work = WorkDirectory(tmp_path / "out", {})
+    (work.path / "job.json").unlink()
+    for name in left:
+        (work.path / name).write_text("{}")
+    with pytest.raises(ResumeError, match="another process is at work"):
+        WorkDirectory(tmp_path / "out", {}, resume=True)
+    assert {path.name for path in work.path.iterdir()} == {"lock", *left}
+    work.discard()
 
 
 def command(model, out):

@@ -14,7 +14,7 @@
 #include <cuda_runtime.h>
 
 #define DEVICE __device__ __forceinline__
-// The head of a kernel: threads per block, blocks that must fit on one multiprocessor.
+// The head of a kernel: threads per block, and blocks whose registers must fit on one multiprocessor together.
 #define KERNEL(...) __global__ void __launch_bounds__(__VA_ARGS__)
 // Pointers to shared memory: to one variable of the block, and to the bytes that the launch asked for.
 #define STATIC_SHARED(type, name)                                                                                      \

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from .calibration.batches import CalibrationBatches
 from .calibration.hessian import InputStatistics
 from .calibration.windows import TokenWindows
-from .errors import ArchitectureError
 from .footprint import Footprint, dry_run
 from .matrices import solver_bytes
 from .progress import silent
@@ -27,6 +26,10 @@ from .quantizer.stream import BlockStream, float_copy
 from .workload import LARGEST_BATCH, Workload
 
 _META = torch.device("meta")
+
+# What a model raises where shapes depend on numbers, on those that stand in for them, or where an operator has no meta
+# kernel. If it is wrong with the model, the run says so itself.
+_LOST = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +71,7 @@ def rehearse(
     largest = max(LARGEST_BATCH, workload.batch_size or 0)
     try:
         one, most = (_walk(model, blocks, layer, targets, workload, samples) for samples in (1, largest))
-    except (ArchitectureError, RuntimeError):  # shapes that depend on numbers, or operators without a meta kernel
+    except _LOST:
         return _guess(targets, workload, next(model.parameters()).itemsize), False
     phases = []
     for few, many in zip(one, most, strict=True):

@@ -29,15 +29,9 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MEMORY = 8 << 30
 aten = torch.ops.aten
 
-# Operators whose operands may lie on two devices: copies, and indices on the host.
-MIXING = {
-    aten.copy_.default,
-    aten._to_copy.default,
-    aten.index.Tensor,
-    aten.index_put.default,
-    aten.index_put_.default,
-    aten._index_put_impl_.default,
-}
+# Operators whose operands may lie on two devices: copies; and those where only the indices, second, may be on the host.
+COPYING = {aten.copy_.default, aten._to_copy.default}
+INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 
 # Torch wants somebody who switches devices; for this one there is nothing to do.
 GUARD = """
@@ -130,19 +124,25 @@ def _on_host(leaf: Any) -> Any:
     return leaf.host if is_on_gpu(leaf) else leaf
 
 
+def _refuse_strangers(func: Any, operands: Any) -> None:
+    tensors = [leaf for leaf in _leaves(operands) if isinstance(leaf, Tensor)]
+    if any(map(is_on_gpu, tensors)) and any(not is_on_gpu(tensor) and tensor.dim() for tensor in tensors):
+        places = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in tensors)
+        raise RuntimeError(f"Expected all tensors to be on the same device, but {func} got {places}")
+
+
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """`func` on the host's numbers, with its results where a GPU would have them."""
     if func._can_decompose():
         with Operators():
             return func.decompose(*args, **kwargs)
     leaves = list(_leaves((args, list(kwargs.values()))))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     target = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
-    any_on_gpu = any(map(is_on_gpu, tensors))
-    strangers = any_on_gpu and any(not is_on_gpu(tensor) and tensor.dim() for tensor in tensors)
-    if strangers and (func not in MIXING or (func is aten.index.Tensor and not is_on_gpu(args[0]))):
-        places = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in tensors)
-        raise RuntimeError(f"Expected all tensors to be on the same device, but {func} got {places}")
+    any_on_gpu = any(map(is_on_gpu, leaves))
+    if func in INDEXING and is_on_gpu(args[0]):
+        _refuse_strangers(func, (args[0], args[2:]))
+    elif func not in COPYING:
+        _refuse_strangers(func, leaves)
 
     out = func(*_mapped(_on_host, args), **{name: _mapped(_on_host, value) for name, value in kwargs.items()})
     if target is not None:
@@ -186,6 +186,7 @@ class Functions(TorchFunctionMode):
             places = args[1] if isinstance(args[1], tuple) else (args[1],)
             args = (args[0], tuple(torch.tensor(each).to(GPU) if isinstance(each, list) else each for each in places))
         if func is scaled_dot_product_attention and is_on_gpu(args[0]):  # fused: nothing but the result is made
+            _refuse_strangers(func, (args, list(kwargs.values())))
             named = {name: _on_host(value) for name, value in kwargs.items()}
             return GpuTensor(func(*_mapped(_on_host, args), **named))
         result = func(*args, **kwargs)
@@ -208,10 +209,7 @@ def _submit_here(_: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any,
 
 
 def load_guard(folder: Path) -> None:
-    """Compile and load what torch's C++ asks of a device, unless torch has it; the process keeps it."""
-    if torch.backends.cuda.is_built():
-        torch._C._ensureCUDADeviceGuardSet()
-        return
+    """Compile and load what torch's C++ asks of a device; the process keeps it, in the place of torch's own."""
     source, library = folder / "guard.cpp", folder / "guard.so"
     source.write_text(GUARD, encoding="utf-8")
     torch_folder = Path(torch.__file__).parent
