@@ -5,14 +5,14 @@
 #
 # 1. the kernel library, built for this GPU unless kernels/libgptqkit.so is there; 2. the proof that the tensor cores
 # multiply subnormal float16 operands; 3. the GPU tests; 4. compute-sanitizer's memcheck and racecheck; 5. this GPU's
-# constants, written to kernels/devices; 6. with them, the times of products; 7. the speed of a model of 8B shapes.
-# Nothing needs to be installed but torch and pytest; tests of whole models need transformers too. PYTHON is the
-# interpreter.
+# constants, written to kernels/devices; 6. with them, the times of products; 7. the solver's times; 8. the speed of a
+# model of 8B shapes. Nothing needs to be installed but torch and pytest; tests of whole models need transformers too.
+# PYTHON is the interpreter.
 #
 # OUT (benchmarks/results) gets summary.txt, with a line per step as soon as it has ended; first_run.log, with the last
-# megabyte of what each step said; a copy of the constants; gemm.json, gemm.png and model.json. Every step has its own
-# limit of time, and all together have 530 s. A step that fails does not stop the others; the exit status is 0 if all
-# went well.
+# megabyte of what each step said; a copy of the constants; gemm.json, gemm.png, solver-gpu.json and model.json. Every
+# step has its own limit of time, and all together have 530 s. A step that fails does not stop the others; the exit
+# status is 0 if all went well.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -93,8 +93,9 @@ done
 step tune 80 "$python" benchmarks/tune.py
 find kernels/devices -name '*.json' -newer "$begun" -exec cp {} "$out" \;
 
-left=$((deadline - SECONDS - 100)) # 100 for the model
+left=$((deadline - SECONDS - 130)) # 30 for the solver, 100 for the model
 step gemm "$left" "$python" benchmarks/gemm.py --out "$out" --seconds "$((left - 25))"
+step solver 30 "$python" benchmarks/solver.py --repeats 1 --json "$out/solver-gpu.json"
 step model "$((deadline - SECONDS))" "$python" benchmarks/model.py --out "$out" --minutes 1
 
 echo "== summary, $SECONDS s in all"

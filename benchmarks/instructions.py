@@ -90,7 +90,9 @@ def read_loop(text: str) -> Loop | None:
         return None
     loop = main_loop(text)
     parts = optional_parts(loop)
-    places = len(parts) if name[1] == "wide" else 1  # gemm_wide looks for the end of a group in each step of a unit
+    places = (
+        max(1, len(parts)) if name[1] == "wide" else 1
+    )  # gemm_wide looks for the end of a group in each step of a unit
     return Loop(
         kernel=name[1],
         dtype=name[2].lower(),

@@ -58,6 +58,8 @@ class WorkDirectory:
         self.target = Path(os.path.realpath(target))
         self.path = work_path(target)
         self._overwrite = overwrite
+        if self.path.is_symlink():
+            raise ResumeError(f"{self.path} is a link, and jobs need a folder of their own there; take it away")
         self._delete_remains()
         if (self.path / "job.json").exists():
             if not resume:
@@ -87,8 +89,8 @@ class WorkDirectory:
 
     def _delete_remains(self) -> None:
         """Delete what is left of a job that was killed while it began, or when it had ended but for this."""
-        appeared = (self.path / "shards.json").exists() and not (self.path / "checkpoint").exists()
-        if appeared or (self.path.exists() and not (self.path / "job.json").exists()):
+        joined = (self.path / "shards.json").exists() and not (self.path / "checkpoint").exists()
+        if (joined and self.target.exists()) or (self.path.exists() and not (self.path / "job.json").exists()):
             self._lock_it()
             shutil.rmtree(self.path)
             self.close()

@@ -59,7 +59,7 @@ struct Here {
 };
 extern Here here;
 
-int run(void (*kernel)(const void *), const void *arguments, dim3 grid, int threads, int dynamic_bytes);
+int run(void (*kernel)(const void *), const void *arguments, dim3 grid, int threads, int dynamic_bytes, int &granted);
 const char *fault_text();
 
 // The lanes of a warp meet; the last one computes for all.
@@ -234,7 +234,8 @@ inline int fetch_add(int *target, int value) { return emulator::take_ticket(targ
 template <auto kernel, class Arguments>
 int launch(dim3 grid, int threads, int shared_bytes, void *, const Arguments &arguments) {
     const auto run_kernel = [](const void *arguments) { kernel(*static_cast<const Arguments *>(arguments)); };
-    return emulator::run(run_kernel, &arguments, grid, threads, shared_bytes);
+    static int granted = 0; // bytes of shared memory
+    return emulator::run(run_kernel, &arguments, grid, threads, shared_bytes, granted);
 }
 
 inline const char *runtime_error(int) { return emulator::fault_text(); }

@@ -149,7 +149,23 @@ static uint32_t draw(uint32_t below) {
     return (machine.random >> 8) % below;
 }
 
-int run(void (*kernel)(const void *), const void *arguments, dim3 grid, int threads, int dynamic_bytes) {
+// What every GPU since Ampere allows: bytes of shared memory per block, and without asking for more.
+constexpr int kMostShared = 99 * 1024, kFreeShared = 48 * 1024;
+
+static const char *wrong_launch(dim3 grid, int threads, int bytes, int &granted) {
+    if (threads < 1 || threads > 1024) return "emulator: a block has 1 to 1024 threads";
+    if (grid.x - 1 >= INT32_MAX || grid.y - 1 >= 65535 || grid.z - 1 >= 65535) return "emulator: too many blocks, or none";
+    if (bytes > kMostShared) return "emulator: more shared memory than some GPUs have";
+    if (bytes > kFreeShared && !granted) granted = bytes; // as `launch` of hardware.cuh asks, once
+    if (bytes > kFreeShared && bytes > granted) return "emulator: more shared memory than the first launch asked for";
+    return nullptr;
+}
+
+int run(void (*kernel)(const void *), const void *arguments, dim3 grid, int threads, int dynamic_bytes, int &granted) {
+    if (const char *wrong = wrong_launch(grid, threads, dynamic_bytes + kStatic, granted)) {
+        machine.fault = wrong;
+        return GPTQKIT_FAULT;
+    }
     machine.kernel = kernel;
     machine.arguments = arguments;
     machine.grid = grid;

@@ -26,7 +26,7 @@
 // Sixteen tokens and eight bits need more registers: fewer warps share a multiprocessor, as many as fit without spills.
 template <int BITS, int TOKENS> constexpr int kNarrowWarps = TOKENS == 1 && BITS < 8 ? 8 : 4;
 template <int BITS, int TOKENS> constexpr int kNarrowBlocks = (TOKENS == 1) == (BITS == 8) ? 3 : 2;
-template <int BITS> constexpr int kNarrowStages = BITS == 8 ? 3 : 4;
+template <int BITS> constexpr int kNarrowStages = BITS == 2 ? 4 : 3; // the smallest units need the most under way
 template <int BITS, int TOKENS> constexpr int kNarrowCodeBytes =
     kNarrowStages<BITS> * BITS * kNarrowWarps<BITS, TOKENS> * kLanes * 16;
 template <int BITS, int TOKENS> constexpr int kNarrowRingBytes =

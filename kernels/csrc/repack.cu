@@ -80,7 +80,7 @@ template <int BITS> KERNEL(kThreads, 1) repack_grid(GridArguments a) {
     for (int h = 0; h < 2; h++) {
         const int n = first + 8 * h;
         const bool inside = n < a.n;
-        store_global(a.scale + place + h, inside ? a.scales[group * a.n + n] : uint16_t(0));
+        store_global(a.scale + place + h, inside ? load_constant(a.scales + group * a.n + n) : uint16_t(0));
         if (inside)
             zeros |= (stream_code<BITS>(a.qzeros + group * row_words, 1, n) + a.zero_offset) << kZeroBits<BITS> * h;
     }

@@ -262,8 +262,8 @@ template <bool GIVEN, bool SHIFT> KERNEL(kThreads, GIVEN || SHIFT ? 3 : 4) sweep
                                     (next < a.columns ? next : a.columns) - begin, top, float(1 << (a.bits - 1)),
                                     float(a.min_zero), a.sym != 0});
                 if (warp() == 0 && inside) {
-                    a.scale[at(group)] = grid[0].scale;
-                    a.zero[at(group)] = grid[0].zero;
+                    store_global(a.scale + at(group), grid[0].scale);
+                    store_global(a.zero + at(group), grid[0].zero);
                 }
             }
             if (end > next) end = next;
@@ -295,7 +295,7 @@ template <bool GIVEN, bool SHIFT> KERNEL(kThreads, GIVEN || SHIFT ? 3 : 4) sweep
             target += at(begin);
 #pragma unroll
             for (int i = 0; i < kSegment; i++, target += a.rows)
-                if (i < count) *target = value(i, grid[GIVEN ? i : 0]);
+                if (i < count) store_global(target, value(i, grid[GIVEN ? i : 0]));
         };
         switch (inside ? warp() : kWarps) {
         case 0: store(a.block, [&](int i, const Grid &) { return now[i]; }); break;

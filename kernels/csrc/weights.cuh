@@ -4,7 +4,7 @@
 //   Float16   2: the operand less its bias and the zero, exact; times the scale.
 //   BFloat16  3, up to four bits: a float16 scale is the sum of a bfloat16 of eight bits and one of three. The
 //             difference of code and zero has at most four bits (or is 16), so its product with the small part is
-//             exact, and adding the product with the large part rounds once.
+//             exact, and adding the product with the large part rounds once. (An infinite scale gives NaN.)
 //             7, eight bits: by way of float32, which holds the product exactly.
 #pragma once
 

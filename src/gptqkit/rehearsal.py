@@ -29,7 +29,7 @@ _META = torch.device("meta")
 
 # What a model raises where shapes depend on numbers, on those that stand in for them, or where an operator has no meta
 # kernel. If it is wrong with the model, the run says so itself.
-_LOST = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+UNTRACEABLE = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ def rehearse(
     largest = max(LARGEST_BATCH, workload.batch_size or 0)
     try:
         one, most = (_walk(model, blocks, layer, targets, workload, samples) for samples in (1, largest))
-    except _LOST:
+    except UNTRACEABLE:
         return _guess(targets, workload, next(model.parameters()).itemsize), False
     phases = []
     for few, many in zip(one, most, strict=True):

@@ -17,7 +17,7 @@ from .footprint import dry_run
 from .matrices import decided_bytes, stored_bytes
 from .quantizer.modules import Target, brought_in, check_overrides, find_blocks, find_head, find_targets
 from .quantizer.stream import BlockStream, working_copy
-from .rehearsal import Phase, rehearse
+from .rehearsal import UNTRACEABLE, Phase, rehearse
 from .workload import Workload
 
 EVALUATED = 8  # windows at a time, as `evaluate` takes them
@@ -172,9 +172,13 @@ def _state(model: PreTrainedModel, blocks: nn.ModuleList, workload: Workload) ->
     """Bytes of the hidden states of a sample."""
     if not workload.samples:
         return 0
-    tokens = torch.zeros(1, workload.sequence_length, dtype=torch.int64, device="meta")
-    with dry_run():
-        return BlockStream(model, blocks).embed({"input_ids": tokens}).nbytes
+    length = workload.sequence_length
+    tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
+    try:
+        with dry_run():
+            return BlockStream(model, blocks).embed({"input_ids": tokens}).nbytes
+    except UNTRACEABLE:
+        return int(length * model.config.get_text_config().hidden_size * next(model.parameters()).itemsize)
 
 
 def _kind(block: nn.Module, targets: Iterable[Target], prefix: str) -> object:
