@@ -154,7 +154,8 @@ constexpr int kMostShared = 99 * 1024, kFreeShared = 48 * 1024;
 
 static const char *wrong_launch(dim3 grid, int threads, int bytes, int &granted) {
     if (threads < 1 || threads > 1024) return "emulator: a block has 1 to 1024 threads";
-    if (grid.x - 1 >= INT32_MAX || grid.y - 1 >= 65535 || grid.z - 1 >= 65535) return "emulator: too many blocks, or none";
+    if (grid.x - 1 >= INT32_MAX || grid.y - 1 >= 65535 || grid.z - 1 >= 65535)
+        return "emulator: too many blocks, or none";
     if (bytes > kMostShared) return "emulator: more shared memory than some GPUs have";
     if (bytes > kFreeShared && !granted) granted = bytes; // as `launch` of hardware.cuh asks, once
     if (bytes > kFreeShared && bytes > granted) return "emulator: more shared memory than the first launch asked for";

@@ -9,8 +9,8 @@
 // Operands. W is the 16-row operand of the tensor cores and x the 8-column one: one token wastes 7/8 of idle cores
 //     instead of 15/16. Layouts: layout.cuh; x [M, K] rows ldx apart; y [M, N].
 // Grid (token tiles of 8 * TOKENS, split, column tiles of 64), block of 8 or 4 warps. The units of a column tile are
-//     dealt to the warps of its blocks in contiguous runs. Each thread copies its own pieces of the weight and of x into
-//     a ring in shared memory and reads back only its own: the loop has no barrier and waits for nothing that was not
+//     dealt to the warps of its blocks in contiguous runs. Each thread copies its own pieces of weight and x into a
+//     ring in shared memory and reads back only its own: the loop has no barrier and waits for nothing that was not
 //     asked for two or three units earlier. Token tiles are the fastest index: they share the weight in L2.
 // Preconditions, checked by gptqkit_gemm: M >= 1, K a multiple of 32, x 16-byte aligned with ldx a multiple of 8;
 //     `group` a multiple of 16, of 64 unless FINE; tickets 0.

@@ -118,8 +118,8 @@ DEVICE void copy_async(void *target, const void *source) {
     const uint32_t address = uint32_t(__cvta_generic_to_shared(target));
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(address), "l"(source) : "memory");
 }
-// Eight bytes likewise, by way of the first cache, where other warps may find them; zeros instead where `bytes` is 0 and
-// not 8: then the source is not read.
+// Eight bytes likewise, by way of the first cache, where other warps may find them; zeros where `bytes` is 0 and not 8:
+// then the source is not read.
 DEVICE void copy_async_or_zero(void *target, const void *source, int bytes) {
     const uint32_t address = uint32_t(__cvta_generic_to_shared(target));
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(address), "l"(source), "r"(bytes) : "memory");
@@ -166,9 +166,9 @@ int launch(dim3 grid, int threads, int shared_bytes, void *stream, const Argumen
         if (cudaError_t error = cudaGetDevice(&device)) return error;
         const uint64_t bit = device < 64 ? uint64_t(1) << device : 0;
         if (!(granted.load(std::memory_order_relaxed) & bit)) {
-            if (cudaError_t error = cudaFuncSetAttribute(
-                    reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                    shared_bytes > kFreeShared ? shared_bytes : kFreeShared))
+            if (cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel),
+                                                         cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                         shared_bytes > kFreeShared ? shared_bytes : kFreeShared))
                 return error;
             granted.fetch_or(bit, std::memory_order_relaxed);
         }

@@ -5,7 +5,7 @@
 //   thread is (unit, lane) and gathers 128 codes; eight neighbouring columns share a 32-byte sector. Inputs and
 //   columns beyond K and N get code 0.
 // Grid: zero (g, n) is bits n * bits ... of the stream along row g of qzeros, plus zero_offset; scales only move. A
-//   thread is one (group, pair of neighbouring places: padded columns 8 apart). Columns beyond N get scale 0 and zero 0.
+//   thread is one (group, pair of neighbouring places: columns 8 apart). Columns beyond N get scale 0 and zero 0.
 // Both run once and are bound by the reads of single words; no arithmetic, so nothing is rounded. Sizes and pointers
 // are checked by the C functions below.
 #include "api.h"

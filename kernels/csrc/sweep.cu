@@ -333,8 +333,7 @@ int gptqkit_sweep(float *block, const float *inverse, const float *shift, const 
     if (columns < 0 || rows < 0 || columns > kMostColumns) return GPTQKIT_BAD_SHAPE;
     if (!group && group_size < 1) return GPTQKIT_BAD_GROUP;
     if (columns == 0 || rows == 0) return GPTQKIT_OK;
-    const SweepArguments arguments{block,  inverse, shift,  importance, group, scale,      zero,
-                                   codes,  values,  scaled, columns,    rows,  group_size, bits,
-                                   sym,    min_zero};
+    const SweepArguments arguments{block,  inverse, shift,   importance, group,      scale, zero, codes,
+                                   values, scaled,  columns, rows,       group_size, bits,  sym,  min_zero};
     return group ? start<true>(arguments, stream) : start<false>(arguments, stream);
 }

@@ -22,7 +22,8 @@ template <class T, int BITS> struct Difference {
 
     DEVICE void open(uint32_t zero, int place) {
         constexpr uint32_t twice = 0x00010001;
-        shift = kMinusZeros + Fragments<T, BITS, true>::exponent - (place << kMantissa) * twice + zero * (twice << place);
+        shift =
+            kMinusZeros + Fragments<T, BITS, true>::exponent - (place << kMantissa) * twice + zero * (twice << place);
     }
     DEVICE uint32_t of(uint32_t pair, int place) const {
         return pair_fma<T>(pair, kPairOfOnes<T> - (place << kMantissa) * 0x00010001u, shift);
@@ -53,8 +54,8 @@ template <int BITS> struct Weights<Float16, BITS> {
 #pragma unroll
             for (int r = 0; r < 4; r++) {
                 const int h = r & 1;
-                w[i][r] = pair_fma<Float16>(difference[i][h].of(w[i][r], Operands::place(i, h)), scale[i][h],
-                                            kMinusZeros);
+                w[i][r] =
+                    pair_fma<Float16>(difference[i][h].of(w[i][r], Operands::place(i, h)), scale[i][h], kMinusZeros);
             }
     }
 };
@@ -84,8 +85,7 @@ template <int BITS> struct Weights<BFloat16, BITS> {
             for (int r = 0; r < 4; r++) {
                 const int h = r & 1;
                 const uint32_t codes = difference[i][h].of(w[i][r], Operands::place(i, h));
-                w[i][r] = pair_fma<BFloat16>(codes, large[i][h],
-                                             pair_fma<BFloat16>(codes, small[i][h], kMinusZeros));
+                w[i][r] = pair_fma<BFloat16>(codes, large[i][h], pair_fma<BFloat16>(codes, small[i][h], kMinusZeros));
             }
     }
 };
