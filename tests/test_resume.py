@@ -88,7 +88,7 @@ def test_a_job_stopped_anywhere_ends_in_the_same_files(change, activations, stor
 
         return progress
 
-    for after in range(2, count + 1, 5):
+    for after in range(2, count + 1, 7):
         out = tmp_path / f"out-{after}"
         with pytest.raises(Stop):
             run(model, out, config, progress=stopping(after), activations=activations)
