@@ -16,10 +16,9 @@
 // behind it. A search of grids is shared too: each warp sums the errors of a quarter of the group's columns.
 // Preconditions, checked here: bits, columns; by the caller: shapes and contiguity, |w / scale| < 2^127, and that given
 // scales are float16 numbers.
-// Bound by (calculated for an H100, 4096 rows x 128 columns, so that each scheduler has one warp): latency. The sweep
-// takes 14,000 to 18,000 cycles: 5,600 are ten dependent instructions per column; 4,500 to 8,000 updates, where shared
-// memory gives 16 uniform bytes in two to four cycles; a search adds 6,700 instructions per warp, 8 per weight and
-// candidate, at best as many cycles. Bytes are few: 17 per weight, 3 us.
+// Bound by latency, as far as can be said without a GPU: with 4096 rows each scheduler of a large GPU has one warp. Then
+// count ten dependent instructions per column, the updates' 16-byte reads of shared memory and, where grids are
+// searched, eight instructions per weight and candidate. Bytes are few: 17 per weight.
 // Numerics: float32. Codes are those of a division rounded as IEEE 754 has it, errors those of a product with 1 / U_ii;
 // scales are rounded to float16 before use. Equal calls give equal bits.
 #include "api.h"

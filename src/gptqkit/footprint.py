@@ -45,12 +45,15 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = {storage_id(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and storage_id(tensor) not in given | self._counted:
-                self._count(tensor)
+            if isinstance(tensor, Tensor) and storage_id(tensor) not in given:
+                self.count(tensor)
         return result
 
-    def _count(self, tensor: Tensor) -> None:
+    def count(self, tensor: Tensor) -> None:
+        """Count the storage of `tensor` from now until it is gone, if that is not done already."""
         storage, identity = tensor.untyped_storage(), storage_id(tensor)
+        if identity in self._counted:
+            return
         size = storage.nbytes()
         self._counted.add(identity)
         self.live += size

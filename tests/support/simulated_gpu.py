@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,6 +24,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
+from gptqkit.footprint import Footprint
+
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MEMORY = 8 << 30
 aten = torch.ops.aten
@@ -38,32 +39,6 @@ GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>) }
 """
-
-
-class Memory:
-    """Bytes of the storages that are alive, now and at most."""
-
-    def __init__(self) -> None:
-        self.live = self.peak = 0
-        self._counted: set[int] = set()
-
-    def add(self, host: Tensor) -> None:
-        storage = host.untyped_storage()
-        identity, size = storage._cdata, storage.nbytes()
-        if identity in self._counted:
-            return
-        self._counted.add(identity)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-
-        def forget() -> None:
-            self._counted.discard(identity)
-            self.live -= size
-
-        weakref.finalize(storage, forget)
-
-    def forget_peak(self) -> None:
-        self.peak = self.live
 
 
 class GpuTensor(torch.Tensor):
@@ -83,7 +58,7 @@ class GpuTensor(torch.Tensor):
             requires_grad=host.requires_grad,
         )
         tensor.host = host
-        memory.add(host)
+        memory.count(host)
         return tensor
 
     @classmethod
@@ -97,7 +72,7 @@ class GpuTensor(torch.Tensor):
         return f"GpuTensor({self.host})"
 
 
-memory = Memory()
+memory = Footprint()  # of the process
 
 
 def is_on_gpu(value: object) -> bool:
@@ -219,6 +194,10 @@ def load_guard(folder: Path) -> None:
     ctypes.CDLL(str(library))
 
 
+def _forget_peak() -> None:
+    memory.peak = memory.live
+
+
 @contextmanager
 def simulated_gpu() -> Iterator[None]:
     """One GPU for this thread, after `load_guard`; work for other threads is done here."""
@@ -249,7 +228,7 @@ def simulated_gpu() -> Iterator[None]:
         "memory_reserved": lambda *_: memory.live,
         "memory_allocated": lambda *_: memory.live,
         "max_memory_allocated": lambda *_: memory.peak,
-        "reset_peak_memory_stats": lambda *_: memory.forget_peak(),
+        "reset_peak_memory_stats": lambda *_: _forget_peak(),
     }
     with ExitStack() as stack:
         for name, function in functions.items():
