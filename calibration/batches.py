@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArchitectureError, ConfigError, NonFiniteError
-from .hessian import InputStatistics
+from .statistics import InputStatistics
 from .windows import TokenWindows
 
 _LOG = logging.getLogger("gptqkit")

@@ -1,6 +1,1 @@
-"""Weights and statistics of their inputs -> integer codes, scales and zeros."""
-
-from .config import ModuleOverride, QuantizeConfig
-from .quantized import QuantizedWeight
-
-__all__ = ["ModuleOverride", "QuantizeConfig", "QuantizedWeight"]
+"""Weights and the moments of their inputs -> integer codes, scales and offsets."""

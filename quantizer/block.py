@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..calibration.hessian import InputStatistics
+from ..calibration.statistics import InputStatistics
 from .experts import Received
 from .groups import Group, split_group
 from .modules import Target

@@ -6,15 +6,12 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from ..errors import ConfigError
+from ..export.formats import FORMATS
+from .methods import METHODS
 
-Method = Literal["rtn", "gptq", "gptaq"]
-Format = Literal["gptq", "gptq_v2"]
-
-METHODS: tuple[Method, ...] = ("rtn", "gptq", "gptaq")
-FORMATS: tuple[Format, ...] = ("gptq", "gptq_v2")
 BITS = (2, 3, 4, 8)
 
 
@@ -45,29 +42,32 @@ class ModuleOverride:
 class QuantizeConfig:
     """Every setting of a quantization.
 
+    Every field but `overrides` is an option of the command line, whose help is the text below.
+
     Attributes:
-        bits: Bits per weight: 2, 3, 4 or 8.
-        group_size: Input columns that share one scale and zero; None (or -1) for one group per row.
-        sym: Symmetric groups: the zero is always 2^(bits - 1).
+        bits: Bits per weight.
+        group_size: Input columns that share a scale and a zero point; -1 (or None) for one group per row.
+        sym: Symmetric: zero point fixed at 2^(bits-1). Asymmetric grids choose it for every group.
         method: "rtn" rounds to nearest; "gptq" moves each column's error onto later columns (arXiv 2210.17323);
-            "gptaq" also corrects for the error of the layers before (arXiv 2504.02692).
-        desc_act: Take the columns in the order of falling diag(H). Groups follow that order (g_idx is not monotonic)
-            unless `static_groups`.
-        static_groups: Fix every group's grid on the original columns before the sweep, so that g_idx stays trivial.
-        act_group_aware: Sort columns inside each group, and whole groups, by diag(H): g_idx stays trivial. By default
-            on, unless `desc_act`.
-        damp: Share of mean(diag H) added to the diagonal; escalated times 10, and reported, where H is singular.
-        mse: Search each group's grid for the least squared error weighted by the Hessian's diagonal, instead of
-            spanning minimum to maximum. By default on, except for "rtn".
-        alpha: Strength of GPTAQ's correction.
-        true_sequential: Inside a block, let later modules see the outputs of the quantized earlier ones.
-        block_size: Columns per lazy update of the sweep; changes the speed only.
-        float64: Factorise and sweep in double precision.
-        skip_nonfinite: Leave calibration samples with non-finite activations out (reported) instead of stopping.
-        lm_head: Quantize the output layer too.
+            "gptaq" also corrects for the errors of the layers before (arXiv 2504.02692).
+        desc_act: Quantize columns in the order of decreasing diag(H). Groups follow that order, so that the checkpoint
+            needs g_idx, unless `static_groups`.
+        static_groups: Fix all grids on the original columns before the sweep; then no g_idx is needed.
+        act_group_aware: Sort columns within groups, and whole groups, by diag(H); no g_idx is needed. On by default,
+            unless `desc_act`.
+        damp_percent: Fraction of the mean of diag(H) that is added to the diagonal; times 10, and reported, where H is
+            singular.
+        mse: Search each group's grid for the least squared error, weighted by the Hessian's diagonal, instead of
+            spanning minimum to maximum. On by default, except for "rtn".
+        alpha: Strength of gptaq's correction, from 0 to 1.
+        true_sequential: Calibrate each layer on the outputs of the quantized layers before it in the same block.
+        block_size: Columns per lazy update of the sweep; affects the speed only.
+        float64: Factorize and sweep in double precision.
+        skip_nonfinite: Leave out, and count, calibration samples with NaN or infinite activations, instead of stopping.
+        lm_head: Quantize the output layer, too, unless it is tied to the embedding.
         overrides: Per-module settings by regular expression, matched with `re.search` against the module's full name;
             the first match counts.
-        format: Checkpoint format: "gptq" (v1, stores zero - 1, so zeros start at 1) or "gptq_v2" (stores the zero).
+        format: Checkpoint format: "gptq" is version 1, whose zero points start at 1.
 
     Raises:
         ConfigError: A value or a combination that cannot be.
@@ -80,14 +80,14 @@ class QuantizeConfig:
     gptqkit.errors.ConfigError: bits is 5; choose 2, 3, 4 or 8
     """
 
-    bits: int = 4
+    bits: int = field(default=4, metadata={"choices": BITS})
     group_size: int | None = 128
-    sym: bool = True
-    method: Method = "gptq"
+    sym: bool = field(default=True, metadata={"off": "asym"})
+    method: str = field(default="gptq", metadata={"choices": METHODS})
     desc_act: bool = False
     static_groups: bool = False
     act_group_aware: bool | None = None
-    damp: float = 0.01
+    damp_percent: float = 0.01
     mse: bool | None = None
     alpha: float = 0.25
     true_sequential: bool = True
@@ -96,7 +96,7 @@ class QuantizeConfig:
     skip_nonfinite: bool = False
     lm_head: bool = False
     overrides: Mapping[str, ModuleOverride] = field(default_factory=dict)
-    format: Format = "gptq_v2"
+    format: str = field(default="gptq_v2", metadata={"choices": FORMATS})
 
     def __post_init__(self) -> None:
         _check_bits(self.bits)
@@ -113,8 +113,8 @@ class QuantizeConfig:
             object.__setattr__(self, "act_group_aware", not self.desc_act)
         if self.mse is None:
             object.__setattr__(self, "mse", self.method != "rtn")
-        if not 0 < self.damp < 1:
-            raise ConfigError(f"damp is {self.damp}; it must lie between 0 and 1 (0.01 is usual)")
+        if not 0 < self.damp_percent < 1:
+            raise ConfigError(f"damp_percent is {self.damp_percent}; it must lie between 0 and 1 (0.01 is usual)")
         if not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha is {self.alpha}; it must lie between 0 and 1 (0.25 is published)")
         if self.block_size < 1:
@@ -125,19 +125,14 @@ class QuantizeConfig:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ConfigError(f"override pattern {pattern!r} is no regular expression: {error}") from error
-
-    @property
-    def min_zero(self) -> int:
-        """The smallest zero that the checkpoint format can hold: v1 stores zero - 1, so 1."""
-        return 1 if self.format == "gptq" else 0
+                raise ConfigError(f"override pattern {pattern!r} is not a regular expression: {error}") from error
 
     def plain_rounding(self) -> QuantizeConfig:
-        """The same grids without search or solver: what every method is compared with."""
+        """Return the same grids without search or solver: what every method is compared with."""
         return dataclasses.replace(self, method="rtn", mse=False)
 
     def for_module(self, name: str) -> QuantizeConfig | None:
-        """The settings that hold for the module called `name`, or None where it stays in floating point."""
+        """Return the settings for the module called `name`, or None where it stays in floating point."""
         for pattern, override in self.overrides.items():
             if re.search(pattern, name):
                 if override.skip:
@@ -150,12 +145,12 @@ class QuantizeConfig:
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; `from_dict` reads them back."""
+        """Return plain values for JSON; `from_dict` reads them back."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> QuantizeConfig:
-        """The configuration that `to_dict` wrote.
+        """Return the configuration that `to_dict` wrote.
 
         Raises:
             ConfigError: A key that is no setting, or a bad value.

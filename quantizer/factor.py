@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..calibration.hessian import full_float32
+from ..calibration.statistics import full_float32
 from ..errors import NonFiniteError, SingularHessianError
 
 ESCALATION = 10.0
@@ -20,19 +20,19 @@ class HessianFactor:
 
     Attributes:
         upper: R, (in, in), upper triangular, rows and columns in the order of the sweep.
-        damp: The share of the mean diagonal that was added in the end.
+        damp_percent: The share of the mean diagonal that was added in the end.
         escalations: How often it had to be multiplied by 10.
         dead_columns: Columns whose input was always zero: their weights do not matter, and damping alone keeps them.
     """
 
     upper: Tensor
-    damp: float
+    damp_percent: float
     escalations: int
     dead_columns: int
 
 
 def factorize(hessian: Tensor, permutation: Tensor, damp: float, dtype: torch.dtype) -> HessianFactor:
-    """The upper factor R of the damped Hessian, columns permuted.
+    """Return the upper factor R of the damped Hessian, columns permuted.
 
     The published U = cholesky(inv(H), upper) is inv(R); R comes from one Cholesky factorisation of the matrix flipped
     in both axes, with no inverse. Where the matrix is not positive definite, damping grows tenfold, at most 5 times.

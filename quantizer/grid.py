@@ -1,12 +1,15 @@
-"""The grid that codes live on: value = (code - zero) * scale.
+"""The grid that codes live on: value = code * scale + offset.
 
 Weights are held columns first, (columns, rows), so that one column of all rows is contiguous; a grid has one scale and
-one zero per row.
+one offset per row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,43 +18,93 @@ from torch import Tensor
 _COARSE = tuple(1.0 - 0.05 * step for step in range(1, 13))
 _FINE = (-0.025, 0.025, -0.0125, 0.0125)
 
+Snap: TypeAlias = Callable[[Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
+"""(scale, offset, bits) -> the nearest scale and offset that a file can hold, element by element, in the same dtype.
+
+Without an offset the grid is symmetric: the offset is -2^(bits - 1) times the scale that the file holds.
+"""
+
+
+@dataclass(frozen=True)
+class IntegerZeroPoint:
+    """A `Snap`: float16 scales, and offsets that are -zero_point * scale with zero points of as many bits as codes.
+
+    Attributes:
+        least: The least zero point that the file can hold. GPTQ version 1 stores zero_point - 1, so 1: there a range
+            that starts at zero gives up its lowest code, and the scale grows so that its end is still reached.
+    """
+
+    least: int = 0
+
+    def __call__(self, scale: Tensor, offset: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
+        """Return the scale as float16 holds it, normal and finite, and the offset of the nearest zero point."""
+        max_code = 2**bits - 1
+        stored = _as_float16(scale)
+        if offset is None:
+            return stored, stored * -(2 ** (bits - 1))
+        zero = (-offset / stored).round_().clamp_(self.least, max_code)
+        if self.least:
+            high = (scale * max_code + offset).clamp_(min=0)
+            wider = _as_float16(torch.maximum(stored, high / (max_code - self.least)))
+            stored = torch.where(zero == self.least, wider, stored)
+        return stored, -(zero * stored)
+
 
 @dataclass(frozen=True, eq=False)
 class GroupGrid:
-    """The grids of one group of columns: value = (code - zero) * scale.
+    """The grids of one group of columns: value = code * scale + offset.
 
     Attributes:
-        scale: (rows,) in the solver's dtype; every value is a float16 number.
-        zero: (rows,) in the solver's dtype; every value is an integer in 0 ... max_code.
+        scale: (rows,) in the solver's dtype.
+        offset: (rows,) in the solver's dtype.
         max_code: 2^bits - 1.
     """
 
     scale: Tensor
-    zero: Tensor
+    offset: Tensor
     max_code: int
 
+    @cached_property
+    def zero(self) -> Tensor:
+        """The integer nearest to -offset / scale, (rows,): the zero point where there is one."""
+        return (-self.offset / self.scale).round_()
+
+    @cached_property
+    def _rest(self) -> Tensor:
+        """What the zero point leaves of the offset: 0 where there is one."""
+        return self.offset + self.zero * self.scale
+
+    def _steps(self, weight: Tensor) -> Tensor:
+        """Return code - zero of the nearest codes to `weight`, which is less the rest."""
+        return (weight / self.scale).round_().clamp_(-self.zero, self.max_code - self.zero)
+
     def encode(self, weight: Tensor) -> Tensor:
-        """The nearest codes, as integers in the dtype of `weight`, (..., rows)."""
-        return (weight / self.scale).round_().add_(self.zero).clamp_(0, self.max_code)
+        """Return the nearest codes, as integers in the dtype of `weight`, (..., rows)."""
+        return self._steps(weight - self._rest).add_(self.zero)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """The values of `codes`, (..., rows)."""
-        return (codes - self.zero) * self.scale
+        """Return the values of `codes`, (..., rows)."""
+        return codes * self.scale + self.offset
+
+    def error(self, weight: Tensor, importance: Tensor) -> Tensor:
+        """Return the sum over columns of importance * (rounded - weight)^2, (rows,)."""
+        shifted = weight - self._rest
+        return importance @ self._steps(shifted).mul_(self.scale).sub_(shifted).square_()
 
 
-def fit_grid(weight: Tensor, *, bits: int, sym: bool, min_zero: int = 0, importance: Tensor | None = None) -> GroupGrid:
-    """The grid of one group for every row.
+def fit_grid(weight: Tensor, *, bits: int, sym: bool, snap: Snap, importance: Tensor | None = None) -> GroupGrid:
+    """Return the grid of one group for every row.
 
-    Without `importance` the grid spans minimum to maximum (zero always representable): asymmetric
-    s = (hi - lo) / (2^b - 1), z = round(-lo / s); symmetric s = 2 max|w| / (2^b - 1), z = 2^(b-1). With it, shrunken
-    ranges and, where asymmetric, neighbouring zeros are tried, and every row keeps the one of least weighted squared
-    error. Scales are rounded to float16 before they are used.
+    Without `importance` the grid spans minimum to maximum: asymmetric s = (hi - lo) / (2^b - 1), offset = lo, zero
+    always representable; symmetric s = 2 max|w| / (2^b - 1), offset = -2^(b-1) s. With it, shrunken ranges and, where
+    asymmetric, offsets one scale away are tried, and every row keeps the one of least weighted squared error. Every
+    candidate is snapped to what the file can hold before it is used.
 
     Args:
         weight: (columns, rows) of one group, float.
         bits: Bits per code.
         sym: Symmetric grids.
-        min_zero: The smallest zero allowed: 1 where the file stores zero - 1.
+        snap: What the file can hold.
         importance: (columns,) weight of each column's squared error, such as the Hessian's (conditional) diagonal.
     """
     max_code = 2**bits - 1
@@ -61,34 +114,23 @@ def fit_grid(weight: Tensor, *, bits: int, sym: bool, min_zero: int = 0, importa
         high = torch.maximum(-low, high)
         low = -high
 
-    def shrunk(share: Tensor | float) -> tuple[Tensor, Tensor]:
-        scale = _as_float16((high - low) * (share / max_code))
-        if sym:
-            return scale, torch.full_like(scale, 2 ** (bits - 1))
-        zero = (-low * share / scale).round_().clamp_(0, max_code)
-        if min_zero:  # a range that starts at zero gives up its lowest code
-            zero = zero.clamp_(min=min_zero)
-            wider = _as_float16(torch.maximum(scale, high * (share / (max_code - min_zero))))
-            scale = torch.where(zero == min_zero, wider, scale)
-        return scale, zero
+    def shrunk(share: Tensor | float) -> GroupGrid:
+        scale = (high - low) * (share / max_code)
+        return GroupGrid(*snap(scale, None if sym else low * share, bits), max_code)
 
-    scale, zero = shrunk(1.0)
+    grid = shrunk(1.0)
     if importance is None:
-        return GroupGrid(scale, zero, max_code)
+        return grid
+    best = grid.error(weight, importance)
+    share = torch.ones_like(best)
 
-    def loss(scale: Tensor, zero: Tensor) -> Tensor:
-        return _weighted_error(weight, scale, zero, max_code, importance)
-
-    best = loss(scale, zero)
-    share = torch.ones_like(scale)
-
-    def keep_better(candidate: tuple[Tensor, Tensor], candidate_share: Tensor | float) -> None:
-        nonlocal best, scale, zero, share
-        error = loss(*candidate)
+    def keep_better(candidate: GroupGrid, candidate_share: Tensor | float) -> None:
+        nonlocal grid, best, share
+        error = candidate.error(weight, importance)
         better = error < best
         best = torch.where(better, error, best)
-        scale = torch.where(better, candidate[0], scale)
-        zero = torch.where(better, candidate[1], zero)
+        scale = torch.where(better, candidate.scale, grid.scale)
+        grid = GroupGrid(scale, torch.where(better, candidate.offset, grid.offset), max_code)
         share = torch.where(better, candidate_share, share)
 
     for coarse in _COARSE:
@@ -97,19 +139,12 @@ def fit_grid(weight: Tensor, *, bits: int, sym: bool, min_zero: int = 0, importa
     for fine in _FINE:
         keep_better(shrunk(centre + fine), centre + fine)
     if not sym:
-        for step in (-1, 1):
-            keep_better((scale, (zero + step).clamp(min_zero, max_code)), share)
-    return GroupGrid(scale, zero, max_code)
+        for step in (1, -1):
+            keep_better(GroupGrid(*snap(grid.scale, grid.offset + step * grid.scale, bits), max_code), share)
+    return grid
 
 
 def _as_float16(scale: Tensor) -> Tensor:
-    """`scale` rounded to the float16 that will be stored, kept normal and finite, in its own dtype."""
+    """Return `scale` rounded to float16, kept normal and finite, in its own dtype."""
     limits = torch.finfo(torch.float16)
     return scale.clamp(limits.tiny, limits.max).half().to(scale.dtype)
-
-
-def _weighted_error(weight: Tensor, scale: Tensor, zero: Tensor, max_code: int, importance: Tensor) -> Tensor:
-    """Sum over columns of importance * (rounded - weight)^2, (rows,)."""
-    codes = weight / scale
-    codes.round_().add_(zero).clamp_(0, max_code).sub_(zero).mul_(scale).sub_(weight)
-    return importance @ codes.square_()

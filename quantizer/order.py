@@ -28,7 +28,7 @@ class ColumnOrder:
 def column_order(
     diagonal: Tensor, group_size: int, *, desc_act: bool, static_groups: bool, act_group_aware: bool
 ) -> ColumnOrder:
-    """The order for a Hessian with this diagonal.
+    """Return the order for a Hessian with this diagonal.
 
     Natural order; or `desc_act`: falling diagonal, groups following the sweep (g_idx is then not monotonic) unless they
     are static; or `act_group_aware`: falling diagonal inside each group, groups by their largest diagonal.

@@ -1,4 +1,4 @@
-"""The one result of every solver: integer codes with the grid that they live on."""
+"""The one result of every solver, and what every file and kernel holds: integer codes with the grid they live on."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from ..errors import ShapeError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QuantizedWeight:
-    """A weight matrix as integer codes: value = (code - zero) * scale.
+    """A weight matrix as integer codes: value = code * scale + offset.
 
-    Codes, scales and zeros are decided in the solver and go into the file untouched.
+    Codes, scales and offsets are decided in the solver and go into the file untouched. Where a file stores an integer
+    zero point, offset = -zero_point * scale, which float32 holds exactly, as it does every value.
 
     Attributes:
         codes: (out, in) uint8, columns in the model's own order, each in 0 ... 2^bits - 1.
-        scale: (out, groups) float16, positive.
-        zero: (out, groups) int16, in 0 ... 2^bits (2^bits occurs only in version 1 files).
+        scale: (out, groups) float32, positive.
+        offset: (out, groups) float32.
         group_index: (in,) int32, the group of every input column.
-        bits: 2, 3, 4 or 8.
+        bits: Bits per code.
         group_size: Columns per group (the number of columns where a group is a whole row).
-        sym: Whether every zero is 2^(bits - 1) by construction.
+        sym: Whether every zero point is 2^(bits - 1) by construction.
 
     Raises:
         ShapeError: Shapes, dtypes or group numbers that do not fit together.
@@ -32,7 +33,7 @@ class QuantizedWeight:
 
     codes: Tensor
     scale: Tensor
-    zero: Tensor
+    offset: Tensor
     group_index: Tensor
     bits: int
     group_size: int
@@ -43,8 +44,8 @@ class QuantizedWeight:
         groups = -(-columns // self.group_size)
         for name, tensor, shape, dtype in (
             ("codes", self.codes, (rows, columns), torch.uint8),
-            ("scale", self.scale, (rows, groups), torch.float16),
-            ("zero", self.zero, (rows, groups), torch.int16),
+            ("scale", self.scale, (rows, groups), torch.float32),
+            ("offset", self.offset, (rows, groups), torch.float32),
             ("group_index", self.group_index, (columns,), torch.int32),
         ):
             if tuple(tensor.shape) != shape or tensor.dtype != dtype:
@@ -69,24 +70,34 @@ class QuantizedWeight:
         natural = torch.arange(self.in_features, device=self.group_index.device) // self.group_size
         return bool(torch.equal(natural.to(torch.int32), self.group_index))
 
+    def zero_point(self) -> Tensor:
+        """Return the integer zero points -offset / scale, (out, groups) int16.
+
+        Raises:
+            ShapeError: Some offset is no whole multiple of its scale.
+        """
+        zero = (-self.offset / self.scale).round()
+        off = int((-(zero * self.scale) != self.offset).sum())
+        if off:
+            raise ShapeError(f"{off} of {zero.numel()} groups have no integer zero point")
+        return zero.to(torch.int16)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight, (out, in) in `dtype`: exact in float32, rounded once from there otherwise."""
-        index = self.group_index.long()
-        value = (self.codes.to(torch.int16) - self.zero[:, index]).float() * self.scale.float()[:, index]
+        """Return the weight, (out, in) in `dtype`: exact in float32, rounded once from there otherwise."""
+        value = self.codes.to(torch.float32, memory_format=torch.contiguous_format)
+        if self.trivial_group_index and self.in_features % self.group_size == 0:
+            grouped = value.view(self.out_features, -1, self.group_size)
+            grouped.mul_(self.scale.unsqueeze(-1)).add_(self.offset.unsqueeze(-1))
+        else:
+            index = self.group_index.long()
+            value.mul_(self.scale[:, index]).add_(self.offset[:, index])
         return value.to(dtype)
 
     def rows(self, rows: slice) -> QuantizedWeight:
-        """Some of its rows: rows are quantized each by itself, so codes, scales and zeros stay what they are."""
-        return dataclasses.replace(self, codes=self.codes[rows], scale=self.scale[rows], zero=self.zero[rows])
+        """Return some of its rows; rows are quantized each by itself, so nothing else changes."""
+        return dataclasses.replace(self, codes=self.codes[rows], scale=self.scale[rows], offset=self.offset[rows])
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
-        """The same weight with its tensors on `device`."""
-        return QuantizedWeight(
-            codes=self.codes.to(device),
-            scale=self.scale.to(device),
-            zero=self.zero.to(device),
-            group_index=self.group_index.to(device),
-            bits=self.bits,
-            group_size=self.group_size,
-            sym=self.sym,
-        )
+        """Return the same weight with its tensors on `device`."""
+        tensors = {name: getattr(self, name).to(device) for name in ("codes", "scale", "offset", "group_index")}
+        return dataclasses.replace(self, **tensors)

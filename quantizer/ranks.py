@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..calibration.hessian import InputStatistics
+from ..calibration.statistics import InputStatistics
 from ..errors import AbandonedError, RankError
 from .heartbeat import Heartbeat, Patience
 

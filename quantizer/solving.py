@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..calibration.activations import HiddenStates
 from ..calibration.batches import CalibrationBatches
-from ..calibration.hessian import InputStatistics
+from ..calibration.statistics import InputStatistics
 from ..errors import GptqkitError
 from ..progress import Progress, ProgressCallback, silent
 from .config import Method, QuantizeConfig

@@ -9,10 +9,11 @@ from gptqkit.errors import ShapeError
 from gptqkit.kernels import sweep as kernel
 from gptqkit.kernels.library import Search
 from gptqkit.kernels.sweep import sweep_block
-from gptqkit.quantizer import solver
+from gptqkit.quantizer import gptq
 from gptqkit.quantizer.config import QuantizeConfig
-from gptqkit.quantizer.grid import GroupGrid, fit_grid
+from gptqkit.quantizer.grid import GroupGrid, IntegerZeroPoint, fit_grid
 from support.reference import correlated, damped, moments, textbook_gptq
+from support.solvers import solve_gptaq, solve_gptq
 
 ORDERS = {
     "natural": {"act_group_aware": False},
@@ -31,9 +32,13 @@ def fused(emulation, monkeypatch):
         calls.append(1)
         return sweep_block(*arguments, **settings)
 
-    monkeypatch.setattr(solver, "sweep_library", lambda _: emulation.launcher.library)
-    monkeypatch.setattr(solver, "sweep_block", counted)
+    monkeypatch.setattr(gptq, "sweep_library", lambda _: emulation.launcher.library)
+    monkeypatch.setattr(gptq, "sweep_block", counted)
     return calls
+
+
+def grid_of(scale, zero, max_code):
+    return GroupGrid(scale, -(zero * scale), max_code)
 
 
 def loss(weight, approximation, hessian):
@@ -65,15 +70,15 @@ def test_the_solver_on_the_kernel_finds_the_same(fused, monkeypatch, order, bits
         method="gptaq",
         **ORDERS[order],
     )
-    on_kernel = solver.solve_gptaq(weight, hessian, cross, config)
+    on_kernel = solve_gptaq(weight, hessian, cross, config)
     assert len(fused) >= 1
-    monkeypatch.setattr(solver, "sweep_library", lambda _: None)
-    in_torch = solver.solve_gptaq(weight, hessian, cross, config)
+    monkeypatch.setattr(gptq, "sweep_library", lambda _: None)
+    in_torch = solve_gptaq(weight, hessian, cross, config)
     # The first group's grids see the same weights on both paths, to the bit.
     first = in_torch.weight.group_index[0] if order == "natural" else 0
     if order in ("natural", "desc_act"):
         assert torch.equal(on_kernel.weight.scale[:, first], in_torch.weight.scale[:, first])
-        assert torch.equal(on_kernel.weight.zero[:, first], in_torch.weight.zero[:, first])
+        assert torch.equal(on_kernel.weight.offset[:, first], in_torch.weight.offset[:, first])
     assert (on_kernel.weight.codes != in_torch.weight.codes).float().mean() < 0.01
     assert torch.equal(on_kernel.weight.group_index, in_torch.weight.group_index)
     exact = damped(hessian)
@@ -86,10 +91,10 @@ def test_codes_equal_the_textbook_loop(fused):
     weight, inputs = correlated(33, 64, 500)
     hessian = moments(inputs)
     config = QuantizeConfig(bits=3, group_size=16, sym=False, act_group_aware=False, block_size=32)
-    solved = solver.solve_gptq(weight, hessian, config).weight
+    solved = solve_gptq(weight, hessian, config).weight
     assert len(fused) == 2
     index = solved.group_index.long()
-    scale, zero = solved.scale.double()[:, index], solved.zero.double()[:, index]
+    scale, zero = solved.scale.double()[:, index], solved.zero_point().double()[:, index]
     expected = textbook_gptq(weight, damped(hessian), torch.arange(64), scale, zero, 7)
     assert (solved.codes.double() != expected).float().mean() < 0.002  # float32 against float64
 
@@ -123,12 +128,13 @@ def test_grids_equal_fit_grid(launcher, bits, min_zero, sym):
     weight[:, 4] *= 1e6
     importance = torch.rand(32, generator=generator)
     settings = {"bits": bits, "sym": sym, "min_zero": min_zero}
+    torch_settings = {"bits": bits, "sym": sym, "snap": IntegerZeroPoint(least=min_zero)}
     found = sweep(launcher, weight, torch.eye(32), group_size=16, importance=importance, **settings)
     scale, zero, codes, values = (found[name] for name in ("scale", "zero", "codes", "values"))
     assert torch.equal(found["block"], weight)
     for group in range(2):
         part = weight[16 * group : 16 * group + 16]
-        grid = fit_grid(part, importance=importance[16 * group :][:16], **settings)
+        grid = fit_grid(part, importance=importance[16 * group :][:16], **torch_settings)
         same = (scale[group] == grid.scale) & (zero[group] == grid.zero)
         assert same.float().mean() > 0.97  # ties between candidates fall either way, as sums round differently
         assert torch.equal(codes[16 * group :][:16].float()[:, same], grid.encode(part)[:, same])
@@ -136,7 +142,7 @@ def test_grids_equal_fit_grid(launcher, bits, min_zero, sym):
     assert torch.equal(found["scaled"], weight - values)
     # Minimum to maximum: nothing is summed, so every grid is the same.
     found = sweep(launcher, weight, torch.eye(32), group_size=32, **settings)
-    grid = fit_grid(weight, **settings)
+    grid = fit_grid(weight, **torch_settings)
     assert torch.equal(found["scale"][0], grid.scale)
     assert torch.equal(found["zero"][0], grid.zero)
     assert torch.equal(found["codes"].float(), grid.encode(weight))
@@ -175,7 +181,7 @@ def test_what_it_writes_obeys_the_equations(launcher, columns, rows, group_size,
     arguments = {"shift": shift, "importance": importance, "grids": grids, "group_size": group_size}
     found = sweep(launcher, weight, inverse, bits=3, sym=False, **arguments)
     block, values, codes, scaled = (found[name] for name in ("block", "values", "codes", "scaled"))
-    grid = GroupGrid(found["scale"][group], found["zero"][group], 7)
+    grid = grid_of(found["scale"][group], found["zero"][group], 7)
     assert torch.equal(codes.float(), grid.encode(block))
     assert torch.equal(values, grid.decode(codes.float()))
     assert torch.allclose(scaled, (block - values) / inverse.diagonal()[:, None], rtol=1e-6, atol=0)
@@ -187,8 +193,8 @@ def test_what_it_writes_obeys_the_equations(launcher, columns, rows, group_size,
         if shift is not None:
             current += shift[:first, part].double().T @ block[:first].double()
         judges = importance[part].double() if search else None
-        best = fit_grid(current, bits=3, sym=False, importance=judges)
-        mine = GroupGrid(grid.scale[first].double(), grid.zero[first].double(), 7)
+        best = fit_grid(current, bits=3, sym=False, snap=IntegerZeroPoint(), importance=judges)
+        mine = GroupGrid(grid.scale[first].double(), grid.offset[first].double(), 7)
         errors = [(each.decode(each.encode(current)) - current).square() for each in (mine, best)]
         sums = [each.sum(0) if judges is None else judges @ each for each in errors]
         assert torch.allclose(*sums, rtol=1e-2)
@@ -213,7 +219,7 @@ def test_weights_on_the_edge_between_two_codes_fall_as_in_torch(launcher, bits):
     weight[0], weight[1], weight[2] = 1e30, -1e30, 1e-40
     grids = scale, zero, torch.zeros(48, dtype=torch.int32)
     found = sweep(launcher, weight, torch.eye(48), bits=bits, sym=False, group_size=48, grids=grids)
-    assert torch.equal(found["codes"].float(), GroupGrid(scale, zero, 2**bits - 1).encode(weight))
+    assert torch.equal(found["codes"].float(), grid_of(scale, zero, 2**bits - 1).encode(weight))
 
 
 def test_what_the_kernel_cannot_take_is_refused(emulation):
@@ -251,8 +257,8 @@ def test_the_gpu_finds_what_the_cpu_finds(order, bits, sym, group_size):
     weight, inputs = correlated(200, 512, 4000)
     weight, hessian = weight.float(), moments(inputs).float()
     config = QuantizeConfig(bits=bits, sym=sym, group_size=group_size, **ORDERS[order])
-    on_cpu = solver.solve_gptq(weight, hessian, config)
-    on_gpu = solver.solve_gptq(weight.cuda(), hessian.cuda(), config)
+    on_cpu = solve_gptq(weight, hessian, config)
+    on_gpu = solve_gptq(weight.cuda(), hessian.cuda(), config)
     assert on_gpu.weight.codes.is_cuda
     assert torch.equal(on_gpu.weight.group_index.cpu(), on_cpu.weight.group_index)
     exact = damped(hessian.double())

@@ -14,8 +14,8 @@ from gptqkit.quantizer.config import ModuleOverride, QuantizeConfig
         ({"group_size": -2}, "group_size is -2"),
         ({"method": "awq"}, "method is 'awq'"),
         ({"format": "gguf"}, "format is 'gguf'"),
-        ({"damp": 0.0}, "damp is 0.0"),
-        ({"damp": 1.0}, "damp is 1.0"),
+        ({"damp_percent": 0.0}, "damp_percent is 0.0"),
+        ({"damp_percent": 1.0}, "damp_percent is 1.0"),
         ({"alpha": 1.5}, "alpha is 1.5"),
         ({"block_size": 0}, "block_size is 0"),
         ({"desc_act": True, "act_group_aware": True}, "two orders"),
@@ -23,7 +23,7 @@ from gptqkit.quantizer.config import ModuleOverride, QuantizeConfig
         ({"group_size": "128"}, "group_size is '128'"),
         ({"group_size": 64.0}, "group_size is 64.0"),
         ({"overrides": {"q_proj": {"bits": 8}}}, "give a ModuleOverride"),
-        ({"overrides": {"(": ModuleOverride(skip=True)}}, r"'\(' is no regular expression"),
+        ({"overrides": {"(": ModuleOverride(skip=True)}}, r"'\(' is not a regular expression"),
     ],
 )
 def test_what_cannot_be_is_refused(settings, message):
@@ -62,7 +62,6 @@ def test_defaults_that_depend_on_other_settings():
     assert QuantizeConfig(desc_act=True).act_group_aware is False
     assert QuantizeConfig(method="rtn").mse is False
     assert QuantizeConfig().mse is True
-    assert QuantizeConfig(format="gptq").min_zero == 1
 
 
 def test_json_brings_every_setting_back():

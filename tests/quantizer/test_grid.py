@@ -1,7 +1,12 @@
 import pytest
 import torch
 
-from gptqkit.quantizer.grid import fit_grid
+from gptqkit.quantizer import grid as grids
+from gptqkit.quantizer.grid import IntegerZeroPoint
+
+
+def fit_grid(weight, *, min_zero=0, **settings):
+    return grids.fit_grid(weight, snap=IntegerZeroPoint(least=min_zero), **settings)
 
 
 def weights(columns=16, rows=40, seed=0):
@@ -16,7 +21,7 @@ def test_scales_are_float16_and_zeros_are_integers_in_range(bits, sym, search, m
     w = weights()
     grid = fit_grid(w, bits=bits, sym=sym, min_zero=min_zero, importance=torch.rand(16) if search else None)
     assert torch.equal(grid.scale.half().float(), grid.scale)
-    assert torch.equal(grid.zero.round(), grid.zero)
+    assert torch.equal(-grid.zero * grid.scale, grid.offset)
     assert int(grid.zero.min()) >= min_zero
     assert int(grid.zero.max()) <= 2**bits - 1
     if sym:

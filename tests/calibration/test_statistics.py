@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from gptqkit.calibration.hessian import InputStatistics, full_float32
+from gptqkit.calibration.statistics import InputStatistics, full_float32
 from gptqkit.errors import CalibrationError, ShapeError
 
 
@@ -24,19 +24,24 @@ def test_streaming_equals_one_product_in_double_precision(split):
     assert statistics.tokens == 4000
 
 
-def test_sums_do_not_depend_on_the_order_of_batches():
-    """Columns beyond one slab of the product too; each product itself stays float32."""
+def test_columns_beyond_one_slab_are_mirrored():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(640, 1100, generator=generator) * torch.exp(torch.randn(1100, generator=generator))
-    parts = x.split(64)
-    sums = [InputStatistics(1100, torch.device("cpu")) for _ in range(2)]
-    for one, batches in zip(sums, (parts, reversed(parts)), strict=True):
-        for batch in batches:
-            one.update(batch)
+    statistics = InputStatistics(1100, torch.device("cpu"), cross=True)
+    for part in x.split(64):
+        statistics.update(part, 1.5 * part)
     exact = x.double().T @ x.double() / 640
-    assert float((sums[0].hessian() - exact).norm() / exact.norm()) < 2e-7
-    assert sums[0].hessian().dtype == torch.float32
-    assert torch.equal(sums[0].hessian(), sums[1].hessian())
+    hessian, cross = statistics.hessian(), statistics.cross()
+    assert torch.equal(hessian, hessian.T)
+    assert float((hessian - exact).norm() / exact.norm()) < 1e-6
+    assert float((cross - 0.5 * exact).norm() / exact.norm()) < 1e-6
+
+
+def test_equal_streams_have_no_cross_moments():
+    x, _ = streams()
+    statistics = InputStatistics(48, torch.device("cpu"), cross=True)
+    statistics.update(x, x.clone())
+    assert not statistics.cross().any()
 
 
 def test_half_precision_inputs_are_summed_in_float32():

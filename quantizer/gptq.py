@@ -1,0 +1,335 @@
+"""Plain rounding, GPTQ and GPTAQ: a weight and the moments of its inputs -> integer codes, scales and offsets.
+
+Weights are swept column by column, all rows at once, so everything inside is held columns first: (in, out). Names
+follow the papers: R upper triangular with H = R RT, U = inv(R), E = W - Q.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..calibration.statistics import full_float32
+from ..errors import CalibrationError, NonFiniteError, ShapeError
+from ..kernels.library import KernelLibrary
+from ..kernels.sweep import MOST_COLUMNS, sweep_block, sweep_library
+from .config import QuantizeConfig
+from .factor import factorize
+from .grid import GroupGrid, IntegerZeroPoint, Snap, fit_grid
+from .methods import Method, Moments, Solution
+from .order import ColumnOrder, column_order
+from .quantized import QuantizedWeight
+
+_SEGMENT = 16  # columns swept one by one before the rest of the block is updated with one matrix product
+
+
+def solve_rtn(weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap: Snap) -> Solution:
+    """Round every weight to the nearest point of its group's grid.
+
+    Args:
+        weight: W, (out, in), any float dtype; not modified.
+        moments: Weighs the search of grids by diag(H), where there is one.
+        config: Bits, groups and sym; with `mse`, grids are searched.
+        snap: What the file can hold.
+
+    Raises:
+        ConfigError: `group_size` does not divide the columns.
+        NonFiniteError: The weight holds NaN or infinity.
+    """
+    target = _columns_first(weight, torch.float32)
+    columns = target.shape[0]
+    diagonal = torch.ones(columns, device=target.device) if moments is None else moments.hessian.diagonal().float()
+    group_size = config.group_size or columns
+    order = column_order(diagonal, group_size, desc_act=False, static_groups=True, act_group_aware=False)
+    sweep = _Sweep(target, order, config, snap)
+    sweep.fit_static_grids(diagonal)
+    for start in range(0, columns, group_size):
+        sweep.round(slice(start, start + group_size), target[start : start + group_size])
+    return Solution(weight=sweep.quantized_weight())
+
+
+def solve_gptq(weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap: Snap) -> Solution:
+    """Round `weight` column by column, moving each column's error onto later ones.
+
+    Algorithm 1 of Frantar et al. 2022 (arXiv 2210.17323) in its left-looking form: one matrix product per block of
+    columns brings the block up to date, so that group grids are always fitted to compensated weights.
+
+    Args:
+        weight: W, (out, in), any float dtype; not modified.
+        moments: H; C is not looked at.
+        config: The grid, the order of columns and the damping.
+        snap: What the file can hold.
+
+    Raises:
+        CalibrationError: There are no moments.
+        ConfigError: `group_size` does not divide the columns.
+        ShapeError: H does not fit W.
+        NonFiniteError: W or H holds NaN or infinity.
+        SingularHessianError: H is not positive definite at the largest damping allowed.
+    """
+    if moments is None:
+        raise CalibrationError("GPTQ needs calibration; give text, or use the method rtn")
+    return solve_gptaq(weight, Moments(hessian=moments.hessian), config, snap)
+
+
+@torch.no_grad()
+def solve_gptaq(weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap: Snap) -> Solution:
+    """Round `weight` so that its outputs on the quantized model's inputs match those of the float model on its own.
+
+    GPTAQ (arXiv 2504.02692): besides GPTQ's update, every column i adds w_i P[i, i+1:] to later columns,
+    P = alpha * triu(C UT, 1) U. Without C, or where it is 0, this is GPTQ.
+
+    Args:
+        weight: W, (out, in), any float dtype; not modified.
+        moments: H and C.
+        config: The grid, the order of columns, the damping and `alpha`.
+        snap: What the file can hold.
+
+    Raises:
+        CalibrationError, ConfigError, ShapeError, NonFiniteError, SingularHessianError: As `solve_gptq`.
+    """
+    if moments is None:
+        raise CalibrationError("GPTAQ needs calibration; give text, or use the method rtn")
+    dtype = torch.float64 if config.float64 else torch.float32
+    target = _columns_first(weight, dtype)
+    columns = target.shape[0]
+    for name, matrix in (("hessian", moments.hessian), ("cross", moments.cross)):
+        if matrix is not None and tuple(matrix.shape) != (columns, columns):
+            raise ShapeError(
+                f"{name} is {tuple(matrix.shape)}, but a weight of {tuple(weight.shape)} needs {(columns, columns)}"
+            )
+    diagonal, group_size = moments.hessian.diagonal(), config.group_size or columns
+    order = column_order(
+        diagonal,
+        group_size,
+        desc_act=config.desc_act,
+        static_groups=config.static_groups,
+        act_group_aware=bool(config.act_group_aware),
+    )
+    factor = factorize(moments.hessian, order.permutation, config.damp_percent, dtype)
+    with full_float32():
+        shift = None
+        if moments.cross is not None:
+            in_order = moments.cross[order.permutation][:, order.permutation].to(dtype)
+            shift = correction(in_order, factor.upper, config.alpha)
+        sweep = _Sweep(target[order.permutation], order, config, snap)
+        if order.static:
+            sweep.fit_static_grids(diagonal[order.permutation].to(dtype))
+        # A block is whole groups, unless one group spans the row.
+        whole = config.block_size // group_size * group_size
+        block_size = config.block_size if group_size == columns else max(whole, group_size)
+        loss = sweep.run(factor.upper, shift, block_size)
+    return Solution(
+        weight=sweep.quantized_weight(),
+        loss=loss,
+        damp_percent=factor.damp_percent,
+        damp_escalations=factor.escalations,
+        dead_columns=factor.dead_columns,
+    )
+
+
+RTN = Method(solve=solve_rtn)
+GPTQ = Method(solve=solve_gptq, needs=frozenset({"hessian"}))
+GPTAQ = Method(solve=solve_gptaq, needs=frozenset({"hessian", "cross"}))
+
+
+def correction(cross: Tensor, factor: Tensor, alpha: float) -> Tensor:
+    """Return P = alpha * triu(C UT, 1) U, (in, in), strictly upper.
+
+    Row q holds alpha * C[q, F] inv(Hd[F, F]), F the columns after q (arXiv 2504.02692, Theorem 4.2); U = inv(R) is
+    applied by triangular solves.
+
+    Args:
+        cross: C in the order of the sweep, (in, in).
+        factor: R, (in, in) upper triangular.
+        alpha: Strength.
+    """
+    rotated: Tensor = torch.linalg.solve_triangular(factor, cross.T, upper=True).T.triu(1)
+    shift: Tensor = torch.linalg.solve_triangular(factor, rotated, upper=True, left=False)
+    return shift.mul_(alpha)
+
+
+def output_error(weight: Tensor, hessian: Tensor) -> float:
+    """Return tr(W H WT), the mean over tokens of ||W x||^2.
+
+    Args:
+        weight: W, (out, in) float32; or a difference of weights.
+        hessian: H, (in, in) float32, not damped.
+    """
+    with full_float32():
+        return max(0.0, float(((weight @ hessian) * weight).sum(dtype=torch.float64)))
+
+
+class _Sweep:
+    """The codes and grids of one weight while they are being decided, columns in the order of the sweep.
+
+    Attributes:
+        target: W, (columns, rows); GPTAQ's correction is added block by block.
+        order: Which column stands at each position, and its group.
+        codes: (columns, rows) uint8, decided position by position.
+        values: (columns, rows), what the codes stand for.
+        grids: By number of the group, once they are fitted.
+    """
+
+    def __init__(self, target: Tensor, order: ColumnOrder, config: QuantizeConfig, snap: Snap) -> None:
+        columns, rows = target.shape
+        self.target, self.order, self.config, self.snap = target, order, config, snap
+        self.group_size = config.group_size or columns
+        self.codes = torch.empty(columns, rows, dtype=torch.uint8, device=target.device)
+        self.values = torch.empty_like(target)
+        self.grids: dict[int, GroupGrid] = {}
+        self._group: list[int] = order.group.tolist()
+
+    def run(self, upper: Tensor, shift: Tensor | None, block_size: int) -> float:
+        """Sweep all columns; return the sum of ((w_i - q_i) R_ii)^2, which equals tr(E Hd ET)."""
+        target, importance = self.target, upper.diagonal().square()
+        library = None
+        if block_size <= MOST_COLUMNS and isinstance(self.snap, IntegerZeroPoint):
+            library = sweep_library(target)
+        error = torch.empty_like(target)  # E = W - Q
+        current = torch.empty_like(target) if shift is not None else None  # w at the moment it was rounded
+        loss = torch.zeros((), dtype=torch.float64, device=target.device)  # read at the end: a GPU is not waited for
+        for start in range(0, target.shape[0], block_size):
+            stop = min(start + block_size, target.shape[0])
+            if shift is not None and current is not None:
+                target[start:stop].addmm_(shift[:start, start:stop].T, current[:start])
+            block = target[start:stop].clone()
+            identity = torch.eye(stop - start, dtype=upper.dtype, device=upper.device)
+            inverse = torch.linalg.solve_triangular(upper[start:stop, start:stop], identity, upper=True)
+            if start:
+                block.addmm_(inverse.T, upper[:start, start:stop].T @ error[:start])
+            inner = None if shift is None else shift[start:stop, start:stop]
+            if library is None:
+                scaled = self._sweep_block(block, start, inverse, inner, importance)
+            else:
+                scaled = self._sweep_block_fused(library, block, start, inverse, inner, importance)
+            loss += scaled.square().sum(dtype=torch.float64)
+            if inner is not None and current is not None:
+                current[start:stop] = block
+                target[start:stop].addmm_(inner.T, block)
+            error[start:stop] = target[start:stop] - self.values[start:stop]
+        return float(loss)
+
+    def _sweep_block(
+        self, block: Tensor, start: int, inverse: Tensor, shift: Tensor | None, importance: Tensor
+    ) -> Tensor:
+        """Round the columns of one block in turn; return (w_i - q_i) / U_ii of each, (columns, rows).
+
+        `block` enters up to date with all earlier blocks and leaves as the weights at the moment they were rounded.
+        Columns of one segment are updated one by one, those beyond it with one matrix product per segment; segments end
+        where groups begin, so that a group's grid sees up-to-date weights.
+        """
+        scaled = torch.empty_like(block)
+        width = block.shape[0]
+        begin = 0
+        while begin < width:
+            self._begin_group(start + begin, block, begin, importance)
+            next_group = begin + self.group_size - (start + begin) % self.group_size
+            end = min(begin + _SEGMENT, next_group, width)
+            for i in range(begin, end):
+                rounded = self.round(start + i, block[i])
+                scaled[i] = (block[i] - rounded) / inverse[i, i]
+                if i + 1 < end:
+                    block[i + 1 : end].addr_(inverse[i, i + 1 : end], scaled[i], alpha=-1)
+                    if shift is not None:
+                        block[i + 1 : end].addr_(shift[i, i + 1 : end], block[i])
+            if end < width:
+                block[end:].addmm_(inverse[begin:end, end:].T, scaled[begin:end], alpha=-1)
+                if shift is not None:
+                    block[end:].addmm_(shift[begin:end, end:].T, block[begin:end])
+            begin = end
+        return scaled
+
+    def _sweep_block_fused(
+        self,
+        library: KernelLibrary,
+        block: Tensor,
+        start: int,
+        inverse: Tensor,
+        shift: Tensor | None,
+        importance: Tensor,
+    ) -> Tensor:
+        """Do what `_sweep_block` does in one kernel, which sums in another order: a code on the edge may differ."""
+        width = block.shape[0]
+        positions = slice(start, start + width)
+        inside = not self.order.static and self.group_size <= width  # the kernel fits the grids
+        if not inside:
+            self._begin_group(start, block, 0, importance)
+        groups = self.order.group[positions]
+        first = groups[:: self.group_size]  # the groups that begin inside, in the order of the sweep
+        if inside:
+            scale, zero = block.new_empty(2, first.numel(), block.shape[1]).unbind()
+        else:
+            grids = [self.grids[group] for group in sorted(self.grids)]
+            scale, zero = torch.stack([grid.scale for grid in grids]), torch.stack([grid.zero for grid in grids])
+        scaled = sweep_block(
+            library,
+            block,
+            inverse.contiguous(),
+            shift=None if shift is None else shift.contiguous(),
+            importance=importance[positions] if self.config.mse else None,
+            group=None if inside else groups.to(torch.int32),
+            group_size=self.group_size,
+            scale=scale,
+            zero=zero,
+            codes=self.codes[positions],
+            values=self.values[positions],
+            bits=self.config.bits,
+            sym=self.config.sym,
+            min_zero=self.snap.least if isinstance(self.snap, IntegerZeroPoint) else 0,
+        )
+        for group, one, its_zero in zip(first.tolist() if inside else (), scale, zero, strict=False):
+            self.grids[group] = GroupGrid(one, -(its_zero * one), 2**self.config.bits - 1)
+        return scaled
+
+    def _begin_group(self, position: int, block: Tensor, begin: int, importance: Tensor) -> None:
+        """Fit the grid of the group that begins at `position`, which is `begin` of `block`, if one does."""
+        if self.order.static or position % self.group_size:
+            return
+        # A group wider than its block (one group per row) begins before anything was moved onto it.
+        inside = self.group_size <= block.shape[0]
+        members = block[begin : begin + self.group_size] if inside else self.target
+        self._fit_grid(self._group[position], members, importance[position:][: self.group_size])
+
+    def _fit_grid(self, group: int, weight: Tensor, importance: Tensor) -> None:
+        """Fit the grid of a group to the weights of its columns, (columns, rows)."""
+        config = self.config
+        judges = importance if config.mse else None
+        self.grids[group] = fit_grid(weight, bits=config.bits, sym=config.sym, snap=self.snap, importance=judges)
+
+    def fit_static_grids(self, importance: Tensor) -> None:
+        """Fit every group's grid to the original weights of its original columns."""
+        for group in range(self.target.shape[0] // self.group_size):
+            members = (self.order.group == group).nonzero().flatten()
+            self._fit_grid(group, self.target[members], importance[members])
+
+    def round(self, positions: int | slice, weight: Tensor) -> Tensor:
+        """Decide the codes at `positions`, all of one group, from their weights; return what they stand for."""
+        grid = self.grids[self._group[positions.start if isinstance(positions, slice) else positions]]
+        codes = grid.encode(weight)
+        self.codes[positions] = codes
+        self.values[positions] = grid.decode(codes)
+        return self.values[positions]
+
+    def quantized_weight(self) -> QuantizedWeight:
+        """Return the result, columns back in the model's order."""
+        back = torch.argsort(self.order.permutation)
+        grids = [self.grids[group] for group in range(len(self.grids))]
+        return QuantizedWeight(
+            codes=self.codes[back].T.contiguous(),
+            scale=torch.stack([grid.scale for grid in grids], 1).float(),
+            offset=torch.stack([grid.offset for grid in grids], 1).float(),
+            group_index=self.order.group[back].to(torch.int32),
+            bits=self.config.bits,
+            group_size=self.group_size,
+            sym=self.config.sym,
+        )
+
+
+def _columns_first(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `weight` transposed, as a new contiguous (in, out) tensor of `dtype`."""
+    if weight.dim() != 2:
+        raise ShapeError(f"the weight has shape {tuple(weight.shape)}; solvers take a matrix (out, in)")
+    if not bool(torch.isfinite(weight).all()):
+        raise NonFiniteError("the weight holds NaN or infinity; check the file that the model was loaded from")
+    return torch.empty(weight.shape[::-1], dtype=dtype, device=weight.device).copy_(weight.detach().T)

@@ -1,0 +1,83 @@
+"""The methods: what each needs to know of a Linear's inputs, and the function that solves one weight.
+
+A new method is one function, with a `Method` beside it, and one entry of `METHODS`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .config import QuantizeConfig
+    from .grid import Snap
+    from .quantized import QuantizedWeight
+
+METHODS = {
+    "rtn": "quantizer.gptq.RTN",
+    "gptq": "quantizer.gptq.GPTQ",
+    "gptaq": "quantizer.gptq.GPTAQ",
+}
+"""Every method by name, with the place of its `Method` in this package."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Moments:
+    """What calibration found out about the inputs x of a Linear: means over tokens.
+
+    Attributes:
+        hessian: H, the mean of x xT, (in, in) float32.
+        cross: C, the mean of (x~ - x) xT, (in, in) float32, x~ the float model's inputs; where the method needs it and
+            tokens of both models can be paired.
+    """
+
+    hessian: Tensor
+    cross: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Solution:
+    """What a solver found.
+
+    Attributes:
+        weight: Codes, scales and offsets.
+        loss: tr(E Hd ET), E = W - Q, summed along the sweep; Hd is the damped Hessian, and for GPTAQ W includes its
+            correction. None for plain rounding.
+        damp_percent: Share of mean(diag H) added to the diagonal in the end; None for plain rounding.
+        damp_escalations: How often damping had to grow.
+        dead_columns: Columns whose inputs were always zero.
+    """
+
+    weight: QuantizedWeight
+    loss: float | None = None
+    damp_percent: float | None = None
+    damp_escalations: int = 0
+    dead_columns: int = 0
+
+
+if TYPE_CHECKING:
+    Solve: TypeAlias = Callable[[Tensor, Moments | None, QuantizeConfig, Snap], Solution]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """How weights are solved.
+
+    Attributes:
+        solve: (weight, moments, config, snap) -> solution. weight is W, (out, in) in any float dtype; it and the
+            moments, None without calibration, are not modified. snap is what the file can hold.
+        needs: "hessian" where it cannot do without calibration, and "cross" where it compares with the float model.
+    """
+
+    solve: Solve
+    needs: frozenset[str] = frozenset()
+
+
+def find_method(name: str) -> Method:
+    """Return the method called `name`, one of `METHODS`."""
+    module, _, attribute = METHODS[name].rpartition(".")
+    return cast(Method, getattr(import_module(f"gptqkit.{module}"), attribute))
