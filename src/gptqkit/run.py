@@ -1,0 +1,47 @@
+"""How a job is run. Nothing heavy is imported here, so that the command line can show its help at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .errors import ConfigError
+
+LARGEST_BATCH = 8  # samples per forward pass, unless told otherwise
+PLACES = ("auto", "device", "memory", "disk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Where and how a job is run.
+
+    Every field is an option of the command line, whose help is the text below.
+
+    Attributes:
+        device: "cpu", "cuda", "cuda:1" or so; "auto" takes a GPU if there is one.
+        batch_size: Samples per forward pass; by default 8, and half of it as often as memory runs out. Another size
+            sums in another order, so codes may differ as with threads.
+        activations: Where hidden states are kept between blocks; "auto": the fastest place where they fit.
+        overwrite: Replace OUT if it holds a quantized checkpoint.
+        resume: Continue an unfinished job for OUT, if there is one; the result is the same to the bit.
+        max_shard_bytes: Largest size of the checkpoint's files.
+        trust_remote_code: Run the Python code that a float model brings along.
+
+    Raises:
+        ConfigError: A value that cannot be.
+    """
+
+    device: str = "auto"
+    batch_size: int | None = None
+    activations: str = field(default="auto", metadata={"choices": PLACES})
+    overwrite: bool = False
+    resume: bool = False
+    max_shard_bytes: int = 4 << 30
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.activations not in PLACES:
+            raise ConfigError(f"activations is {self.activations!r}; choose one of {', '.join(PLACES)}")
+        for name in ("batch_size", "max_shard_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be positive")
