@@ -34,15 +34,15 @@ class StoredNames:
 
     Args:
         model: The model as transformers builds it; its weights may be on the meta device.
-        split: Names of the tensors of single experts in the model that works, such as
+        working: Names of all tensors in the model that works, whose experts are apart, such as
             "model.layers.0.mlp.experts.3.up_proj.weight".
         stored: The names in the files.
     """
 
-    def __init__(self, model: PreTrainedModel, split: Collection[str], stored: Iterable[str]) -> None:
+    def __init__(self, model: PreTrainedModel, working: Collection[str], stored: Iterable[str]) -> None:
         conversions = get_model_conversion_mapping(model)
         self._known: Mapping[str, Tensor] = model.state_dict()
-        self._split = frozenset(split)
+        self._names = frozenset(working)
         self._prefix = model.base_model_prefix
         self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
@@ -75,10 +75,11 @@ class StoredNames:
             found, pattern = stored, None
         self._parameters[stored] = [found] if found in self._known else []
         if found not in self._known:
-            if stored in self._split:
+            if stored in self._names:
                 self._working[stored] = stored
         elif pattern is None:
-            self._working[stored] = found
+            if found in self._names:
+                self._working[stored] = found
         else:
             converter = self._by_pattern[pattern]
             first = converter.target_patterns[0]
@@ -96,5 +97,5 @@ class StoredNames:
         if matrix == "gate_up_proj" and len(converter.source_patterns) == len(_HALVES):
             matrix = _HALVES[converter.source_patterns.index(pattern)]
         working = f"{path}.{numbers[-1]}.{matrix}.{'bias' if attribute.endswith('_bias') else 'weight'}"
-        if working in self._split:
+        if working in self._names:
             self._working[stored] = working

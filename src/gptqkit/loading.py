@@ -115,7 +115,7 @@ def install(
     """
     biases = [f"{name}.bias" for name in checkpoint.layers if f"{name}.bias" in checkpoint.tensors.where]
     quantized = [f"{name}.weight" for name in checkpoint.layers]
-    names = StoredNames(empty.stacked, empty.split, [*quantized, *biases, *checkpoint.other_names])
+    names = StoredNames(empty.stacked, empty.names, [*quantized, *biases, *checkpoint.other_names])
     for name in checkpoint.layers:
         _install_layer(empty, checkpoint, names, name, device=device, dtype=dtype, backend=backend)
     empty.fill(checkpoint.tensors, names, _others(empty, checkpoint, names), device, dtype if cast else None)

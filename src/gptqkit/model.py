@@ -42,7 +42,8 @@ class EmptyModel:
     Attributes:
         stacked: The form of transformers; its parameters are always on the meta device.
         model: The form that works.
-        split: Names of the tensors of split experts in it.
+        names: Names of all tensors in it.
+        split: Those of split experts.
         experts: The modules of split experts, by the names of the parameters that were stacked.
     """
 
@@ -55,7 +56,8 @@ class EmptyModel:
             stacks = {stack: experts._parameters[stack] for stack in stacked_names(experts)}
             self.experts |= {f"{name}.{stack}": name for stack in stacks}
             split_experts(experts, stacks)
-        self.split = frozenset(self.model.state_dict()) - frozenset(self.stacked.state_dict())
+        self.names = frozenset(self.model.state_dict())
+        self.split = self.names - frozenset(self.stacked.state_dict())
 
     def fill(
         self,
@@ -164,7 +166,7 @@ class FloatModel:
                 self.model.generation_config = GenerationConfig.from_pretrained(self.path)
         self.prefix, self.blocks = find_blocks(self.model)
         self._tensors = Shards.of_folder(self.path)
-        self.names = StoredNames(self.empty.stacked, self.empty.split, self._tensors.where)
+        self.names = StoredNames(self.empty.stacked, self.empty.names, self._tensors.where)
         self.passthrough = [name for name in self._tensors.where if not self.names.parameters(name)]
         found = {name for stored in self._tensors.where for name in self.names.parameters(stored)}
         missing = set(self.empty.stacked.state_dict()) - found - self._made_elsewhere()
