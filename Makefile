@@ -1,5 +1,6 @@
 # Everything sets itself up: `make demo` and `make test` need no more than Python 3.10 or later.
-#   make test      the tests
+#   make test      the tests, but for the slow ones
+#   make test-all  all tests
 #   make demo      quantize the example model at 4, 3 and 2 bits, reload it and measure it
 #   make check     what CI runs: ruff, mypy, tests
 #   make sanitize  the CUDA kernels on the emulator under AddressSanitizer and UBSan (needs g++)
@@ -13,7 +14,7 @@ python := $(VENV)/bin/python
 # pip writes the command on installing, so it also tells when that was done.
 installed := $(VENV)/bin/gptqkit
 
-.PHONY: setup test demo check sanitize clients clean
+.PHONY: setup test test-all demo check sanitize clients clean
 
 setup: $(installed)
 
@@ -23,6 +24,9 @@ $(installed): pyproject.toml setup.py constraints.txt
 	touch $@
 
 test: $(installed)
+	$(python) -m pytest -m "not slow"
+
+test-all: $(installed)
 	$(python) -m pytest
 
 demo: $(installed)
@@ -32,7 +36,7 @@ check: $(installed)
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
-	$(python) -m pytest
+	$(python) -m pytest -m "not slow"
 
 # Python does not give all its memory back, so leaks are not looked for.
 sanitize: $(installed)
