@@ -62,6 +62,11 @@ class Shards:
         """Return those of the tensors `name.key` that exist, by key."""
         return {key: self.get(f"{name}.{key}") for key in keys if f"{name}.{key}" in self.where}
 
+    def mapped_anew(self, names: Iterable[str]) -> Shards:
+        """Return some of the tensors in mappings of their own: what is written into them goes when they go."""
+        where = {name: self.where[name] for name in names}
+        return Shards(where, {file: _open(file) for file in dict.fromkeys(where.values())})
+
     @classmethod
     def of_files(cls, files: Iterable[Path]) -> Shards:
         """Return all tensors of some files."""

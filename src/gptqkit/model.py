@@ -245,7 +245,7 @@ class FloatModel:
     ) -> Iterator[None]:
         """Keep stored tensors, and the buffers of `module`, on `device` while the context lasts."""
         try:
-            self.empty.fill(self._tensors, self.names, chosen, device, dtype)
+            self.empty.fill(self._tensors.mapped_anew(chosen), self.names, chosen, device, dtype)
             for owner in module.modules():
                 for key, buffer in owner._buffers.items():
                     owner._buffers[key] = None if buffer is None else buffer.to(device)
