@@ -9,6 +9,7 @@ Everything is in a work directory beside the checkpoint to be, `.NAME.gptqkit-wo
     hidden-N-R.bin ...       hidden states that enter block N, of the samples of process R; float-N-R.bin for GPTAQ
     states.json              which of these files are whole; written last
     checkpoint/              the directory that becomes the target
+    complete.json            it is complete; where it is gone, it is the target by now
 
 Hidden states are saved at most every few minutes (on disk they are there anyway): resuming runs the finished blocks
 after the last save again. Every file is synced before another one refers to it. The directory vanishes with the job.
@@ -136,9 +137,9 @@ class Job:
         environment = {"threads": torch.get_num_threads(), "processes": self._processes.size, **versions()}
         if self.folder.is_symlink():
             raise ResumeError(f"{self.folder} is a link, and jobs need a folder of their own there; remove it")
-        if (
-            self.folder.exists() and not (self.folder / "job.json").exists()
-        ):  # of a job killed in its first or last step
+        begun, appeared = (self.folder / "job.json").exists(), (self.folder / "complete.json").exists()
+        appeared = appeared and not (self.folder / "checkpoint").exists()
+        if self.folder.exists() and (not begun or appeared):  # of a job killed in its first or last steps
             self._lock_it()
             self._discard()
         if not self.folder.exists():
@@ -334,7 +335,9 @@ class Job:
         floats = [name for record in self.records for name in record["matrices"]]
         rest = ((name, tensor) for name, tensor in model.others(None, ()) if name.removesuffix(".weight") not in specs)
         parts = [self.folder / file for record in self.records for file in record["files"]]
-        directory = self.folder / "checkpoint"
+        directory, complete = self.folder / "checkpoint", self.folder / "complete.json"
+        complete.unlink(missing_ok=True)
+        sync_directory(self.folder)
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
         join_files([*parts, *write_files(self.folder / "outside", rest, max_shard_bytes)], directory, max_shard_bytes)
@@ -349,6 +352,7 @@ class Job:
         if open_checkpoint(directory).layers != specs:
             raise CheckpointError(f"{directory} reads back with other quantized layers than were written")
         write_report(directory, {**report, **measure(directory)}, quantization)
+        self._write_json(complete.name, {})
         replace_directory(directory, Path(os.path.realpath(self.out)), overwrite=self._overwrite)
         self._discard()
 

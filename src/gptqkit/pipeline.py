@@ -75,6 +75,9 @@ class Pipeline:
         if samples is not None:
             size = run.batch_size or LARGEST_BATCH
             self.batches = Batches(samples, processes.share(len(samples.input_ids), size), size, self.device)
+            if job.records:
+                self.batches.counts[job.records[-1]["excluded"]] = False
+                self.batches.size = job.records[-1]["batch_size"]
         self._progress = progress if processes.rank == 0 else silent
         self._done, self._total = len(job.reports), sum(map(len, self.targets)) + (self.head is not None)
 

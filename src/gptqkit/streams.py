@@ -50,9 +50,7 @@ class Streams:
         """
         batches, states = self.batches, job.states
         if job.records:
-            last = job.records[-1]
-            batches.counts[last["excluded"]] = False
-            batches.size, self._in_tuples = last["batch_size"], last["in_tuples"]
+            self._in_tuples = job.records[-1]["in_tuples"]
         layer = 0 if states is None else int(states["layer"])
         shape = tuple(self._call(range(1), 0).hidden.shape[1:] if states is None else states["shape"])
         for stream in ("hidden", "float") if self.paired else ("hidden",):
