@@ -137,8 +137,8 @@ class Job:
         environment = {"threads": torch.get_num_threads(), "processes": self._processes.size, **versions()}
         if self.folder.is_symlink():
             raise ResumeError(f"{self.folder} is a link, and jobs need a folder of their own there; remove it")
-        begun, appeared = (self.folder / "job.json").exists(), (self.folder / "complete.json").exists()
-        appeared = appeared and not (self.folder / "checkpoint").exists()
+        begun, complete = ((self.folder / name).exists() for name in ("job.json", "complete.json"))
+        appeared = complete and not (self.folder / "checkpoint").exists()
         if self.folder.exists() and (not begun or appeared):  # of a job killed in its first or last steps
             self._lock_it()
             self._discard()

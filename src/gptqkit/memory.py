@@ -4,8 +4,11 @@ Of one Linear, weight (n, k), s bytes per number of the solver (4, or 8 with flo
 
     statistics   4 k^2 (1 + p)                          H and C, of one subset that shares an input, or of experts
     moments      4 k^2 (1 + p) + 4 n k                  their means; W in float32
-    solver       s n k + 4 s k^2                        while H is factorized, or
+    solver       s n k + s k^2 (3 + p)                  while H is factorized, and P is made, or
                  s n k (4 + p) + s k^2 (1 + p) + n k    in the sweep: W twice, Q, E, w when rounded; R, P; codes
+
+Files that are mapped count where they are brought into another dtype, written to, or moved to a GPU: the system lets
+go of other pages when it needs them.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +28,7 @@ from torch import nn
 from .calibration.config import Calibration
 from .errors import DoesNotFitError
 from .evaluating import check_length, default_length
+from .export.shards import JOINED_BYTES
 from .loading import choose_device
 from .model import EmptyModel, open_empty
 from .pipeline import STATISTICS_BYTES
@@ -169,20 +174,21 @@ def estimate(
     states = -(-samples // processes) * hidden * streams
 
     source = _bytes(model, stored)
-    every = [target for of_block in [*targets, [head] if head else []] for target in of_block]
+    parts = [*targets, [head] if head else []]
+    every = [target for part in parts for target in part]
     output = source + sum(_packed_bytes(target) - _weights(target) * stored.itemsize for target in every)
-    cast = 1 if stored == dtype else 1 + stored.itemsize / dtype.itemsize  # read, then brought into another dtype
     outside = (_bytes(model, dtype) - _bytes(blocks, dtype)) * bool(samples)
-    block = max((_bytes(each, dtype) for each in blocks), default=0)
+    stays_mapped = on_cpu and stored == dtype and not samples
+    block = 0 if stays_mapped else max((_bytes(each, dtype) for each in blocks), default=0)
     statistics = max((_statistics_bytes(each, paired) for each in targets), default=0) * bool(samples)
-    widest = max((sum(target.shape) for target in every), default=0)
+    widest = max((sum(target.shape) for of_block in targets for target in of_block), default=0)
     # Of the samples of a batch: what a block holds at its widest, and their hidden states before and after it.
     forward = round(batch * (2 * hidden + 2.5 * widest * dtype.itemsize * length)) * bool(samples)
     solver = max((_solver_bytes(target, paired, calibrated=samples > 0) for target in every), default=0)
-    results = max((sum(1.7 * _weights(target) for target in each) for each in targets), default=0)
+    results = max(sum(1.7 * _weights(target) for target in part) for part in parts)
     work = {
-        "one block": round(block * (cast + paired)),
-        "outside the blocks": round(outside * cast),
+        "one block": block * (1 + paired),
+        "outside the blocks": outside,
         "statistics of inputs": statistics,
         "forward pass or solver": max(forward, solver),
     }
@@ -192,11 +198,14 @@ def estimate(
         "disk": _free_disk(folder),
     }
     place = run.activations if run.activations != "auto" else _choose(states, work, machine)
-    ram = {"quantized weights": round(results), "hidden states": states * (place == "memory")}
+    in_ram = place == "memory" or (on_cpu and place == "device")
+    ram = {"quantized weights": round(results), "hidden states": states * in_ram}
     needs: dict[str, dict[str, int]] = {"RAM": {**work, **ram} if on_cpu else ram}
     if not on_cpu:
         needs["GPU memory"] = {**work, "hidden states": states * (place == "device")}
-    needs["disk"] = {"checkpoint": output, "hidden states": 2 * states * processes}
+    largest = max(sum(map(_packed_bytes, part)) for part in parts)
+    joined = output * (2 * largest <= min(run.max_shard_bytes, JOINED_BYTES))
+    needs["disk"] = {"checkpoint": output, "small files to be joined": joined, "hidden states": 2 * states * processes}
     least = {"RAM" if on_cpu else "GPU memory": block + statistics // 2, "disk": output}
     return MemoryEstimate(
         needs=needs,
@@ -211,24 +220,35 @@ def estimate(
 
 def available_ram(root: Path = Path("/")) -> int | None:
     """Return the bytes of RAM that can be had without swapping, within control groups; None if unknown."""
-    found: list[int] = []
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    except OSError:
-        return None
-    groups = root / "sys/fs/cgroup"
-    for folder, most, used, cached in (
-        (groups, "memory.max", "memory.current", "inactive_file"),
-        (groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            room = int((folder / most).read_text()) - int((folder / used).read_text())
-            found.append(max(0, room + int(statistics.get(cached, 0))))  # cached files are given up first
-        except (OSError, ValueError):  # no such group, or "max"
+    found = [int(line.split()[1]) << 10 for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        if "memory" in controllers.split(","):  # version 1
+            mount, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        elif controllers:
             continue
+        own = mount / path.strip("/")  # in a container, this may be the host's path: then only the mount is there
+        for group in {mount, own, *own.parents}:
+            if group.is_relative_to(mount):
+                found += _room(group, *names)
     return min(found, default=None)
+
+
+def _room(group: Path, most: str, used: str, cached: str) -> list[int]:
+    """Return what one control group leaves, with the cached files that it would give up first; nothing if unlimited."""
+    try:
+        room = int((group / most).read_text()) - int((group / used).read_text())
+    except (OSError, ValueError):  # no such group, or "max"
+        return []
+    return [max(0, room + int(dict(line.split() for line in _lines(group / "memory.stat")).get(cached, 0)))]
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
 
 
 def _choose(states: int, work: Mapping[str, int], machine: Mapping[str, int | None]) -> str:
@@ -260,22 +280,22 @@ def _packed_bytes(target: Target) -> int:
 
 def _statistics_bytes(targets: list[Target], paired: bool) -> int:
     """Return what the statistics of one pass take: of the widest input, or of all experts up to the limit."""
-    of_one = [4 * (1 + paired) * target.shape[1] ** 2 for target in targets]
-    experts = sum(
-        size
-        for size, target in zip(of_one, targets, strict=True)
-        if target.inner.endswith("down_proj") and target.experts
-    )
-    return max([*of_one, min(experts, STATISTICS_BYTES)], default=0)
+    widest, of_experts = 0, Counter[tuple[str, str]]()
+    for target in targets:
+        size = 4 * (1 + paired) * target.shape[1] ** 2
+        widest = max(widest, size)
+        if target.experts is not None:
+            of_experts[target.experts, target.inner.rpartition(".")[2]] += size
+    return max(widest, min(max(of_experts.values(), default=0), STATISTICS_BYTES))
 
 
 def _solver_bytes(target: Target, paired: bool, *, calibrated: bool) -> int:
     """Return what solving one Linear takes beside its statistics."""
     (n, k), s = target.shape, 8 if target.config.float64 else 4
     if not calibrated:
-        return 4 * n * k * 4
+        return 12 * n * k
     moments = 4 * k * k * (1 + paired) + 4 * n * k
-    factor = s * n * k + 4 * s * k * k
+    factor = s * n * k + s * k * k * (3 + paired)
     sweep = s * n * k * (4 + paired) + s * k * k * (1 + paired) + n * k
     return moments + max(factor, sweep)
 
