@@ -92,16 +92,20 @@ class Job:
         with processes.together():
             if processes.rank == 0:
                 self._open(identity, resume=resume)
-        with processes.together():
-            if not (self.folder / "job.json").exists():
-                raise RankError(
-                    f"rank {processes.rank} does not see {self.folder} of rank 0; give an output folder on a file "
-                    "system that all machines share"
-                )
-        records = [
+        self.records: list[dict[str, Any]] = [
             read_json(file) for file in [*sorted(self.folder.glob("block-*.json")), *self.folder.glob("head.json")]
         ]
-        self.records: list[dict[str, Any]] = processes.gather(records)[0]
+        try:
+            with processes.together():
+                if not (self.folder / "job.json").exists():
+                    raise RankError(
+                        f"rank {processes.rank} does not see {self.folder} of rank 0; give an output folder on a file "
+                        "system that all machines share"
+                    )
+        except RankError as error:
+            self.__exit__(type(error), error, None)
+            raise
+        self.records = processes.gather(self.records)[0]
         saved = self.folder / "states.json"
         self.states: dict[str, Any] | None = processes.gather(read_json(saved) if saved.exists() else None)[0]
         self._start = self._saved = time.monotonic()
@@ -137,9 +141,9 @@ class Job:
         environment = {"threads": torch.get_num_threads(), "processes": self._processes.size, **versions()}
         if self.folder.is_symlink():
             raise ResumeError(f"{self.folder} is a link, and jobs need a folder of their own there; remove it")
-        begun, complete = ((self.folder / name).exists() for name in ("job.json", "complete.json"))
+        known, complete = ((self.folder / name).exists() for name in ("job.json", "complete.json"))
         appeared = complete and not (self.folder / "checkpoint").exists()
-        if self.folder.exists() and (not begun or appeared):  # of a job killed in its first or last steps
+        if self.folder.exists() and (appeared or not known):  # of a job killed in its first or last steps
             self._lock_it()
             self._discard()
         if not self.folder.exists():
