@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,38 @@ def emulation(emulator_path: Path) -> Any:
     from support.emulation import emulate
 
     return emulate(emulator_path)
+
+
+@pytest.fixture(scope="session")
+def job_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the float models of `support.jobs`."""
+    from support.jobs import MODELS
+
+    folder = tmp_path_factory.mktemp("models")
+    for name, make in MODELS.items():
+        make().save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def undisturbed(job_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """The report and the files of a job of `support.jobs` that one process made with one thread, undisturbed."""
+    from support.jobs import contents, quantize
+
+    @cache
+    def make(case: str) -> Any:
+        out = tmp_path_factory.mktemp("undisturbed") / "out"
+        return quantize(job_models, case, out).report, contents(out)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Let torch work as in the processes of `support.jobs`."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,290 @@
+"""Jobs that are stopped in any way go on to the same files; nothing else is touched, and nothing is left behind."""
+
+import json
+import logging
+import re
+import shutil
+import subprocess
+from contextlib import suppress
+from functools import partial
+
+import pytest
+
+import gptqkit
+from gptqkit import job
+from gptqkit.errors import CheckpointError, DoesNotFitError, OutputExistsError, ResumeError
+from gptqkit.job import work_path
+from support.jobs import (
+    CASES,
+    before_blocks,
+    broken,
+    contents,
+    die,
+    file_operations,
+    processes,
+    quantize,
+    too_little_memory,
+)
+from support.models import build, samples
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Stop(Exception):
+    pass
+
+
+def at(step, act, stage="quantize"):
+    """A progress callback that acts when so many modules are done."""
+
+    def progress(now):
+        if (now.stage, now.done) == (stage, step):
+            act()
+
+    return progress
+
+
+def stop(kind=Stop):
+    raise kind
+
+
+# Stopped jobs
+
+
+@pytest.mark.parametrize(
+    ("case", "save_seconds"), [*((case, 0) for case in CASES), ("gptaq", 3600), ("experts", 3600)], ids=str
+)
+def test_a_job_stopped_anywhere_ends_in_the_same_files(
+    job_models, undisturbed, case, save_seconds, tmp_path, monkeypatch
+):
+    """With hidden states saved after every block, and never: then finished blocks run again."""
+    monkeypatch.setattr(job, "SAVE_SECONDS", save_seconds)
+    out, (report, expected) = tmp_path / "out", undisturbed(case)
+    block = sum(module.layer == 0 for module in report.modules)
+    for step, kind in ((block, Stop), (block + 2, KeyboardInterrupt), (2 * block - 1, Stop), (2 * block, Stop)):
+        with pytest.raises(kind):
+            quantize(job_models, case, out, progress=at(step, partial(stop, kind)), resume=True)
+        assert list(tmp_path.iterdir()) == ([work_path(out)] if step > block else [])  # nothing but finished blocks
+    steps = []
+    result = quantize(job_models, case, out, resume=True, progress=lambda step: steps.append(step.done))
+    assert steps == list(range(block + 1, len(report.modules) + 1))
+    assert [module.name for module in result.report.modules] == [module.name for module in report.modules]
+    assert list(tmp_path.iterdir()) == [out]
+    assert contents(out) == expected
+
+
+def test_a_loaded_model_goes_on_after_its_last_block_and_counts_samples_left_out(tmp_path):
+    text = samples(1).input_ids.clamp_(max=94).flatten()
+    quantize(broken(), "padded", tmp_path / "whole", evaluate_on=text)
+    with pytest.raises(Stop):
+        quantize(broken(), "padded", tmp_path / "out", evaluate_on=text, progress=at(1, stop, "evaluate"))
+    steps = []
+    result = quantize(
+        broken(),
+        "padded",
+        tmp_path / "out",
+        evaluate_on=text,
+        resume=True,
+        progress=lambda now: steps.append(now.stage),
+    )
+    assert set(steps) == {"evaluate"}  # every block had been kept
+    assert result.report.excluded_samples == 1
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def killable(models, case, out, moment, log, save_seconds):
+    """Do a job in a process that dies before one of its operations on files; say which there were."""
+    job.SAVE_SECONDS, seen = save_seconds, []
+
+    def act(*operation):
+        seen.append(operation)
+        if len(seen) == moment:
+            die()
+
+    file_operations(act)
+    quantize(models, case, out)
+    log.write_text(json.dumps(seen))
+
+
+@pytest.mark.parametrize(
+    ("case", "save_seconds", "every"),
+    [
+        ("disk", 0, 11),
+        *(pytest.param(case, 0, 1, marks=pytest.mark.slow) for case in ("gptaq", "disk", "experts", "rtn")),
+    ],
+)
+def test_a_job_killed_at_any_operation_on_files_ends_in_the_same_files(
+    job_models, undisturbed, case, save_seconds, every, tmp_path
+):
+    [ended] = processes(
+        killable, job_models, case, tmp_path / "out", 0, tmp_path / "log", save_seconds, log=tmp_path / "say"
+    )
+    assert ended.code == 0, ended.text
+    operations = json.loads((tmp_path / "log").read_text())
+    assert contents(tmp_path / "out") == undisturbed(case)[1]
+    appears = operations.index(["os.rename", "checkpoint"]) + 1
+    for moment in sorted({*range(2, len(operations) + 1, every), appears, appears + 1, len(operations)}):
+        place = tmp_path / str(moment)
+        place.mkdir()
+        [ended] = processes(killable, job_models, case, place / "out", moment, None, save_seconds, log=tmp_path / "say")
+        assert ended.code == -9, ended.text
+        assert (place / "out").exists() == (moment > appears)
+        if moment > appears:
+            with pytest.raises(OutputExistsError, match="exists already"):
+                quantize(job_models, case, place / "out", resume=True)
+        else:
+            quantize(job_models, case, place / "out", resume=True)
+        assert [path.name for path in place.iterdir()] == ["out"]
+        assert contents(place / "out") == undisturbed(case)[1], operations[moment - 1]
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of 1 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a small disk can be mounted by root only")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("step", "left", "kept"),
+    [(3, 0, 0), (10, 0, 1), (21, 3 << 14, 3)],
+    ids=["first block", "second block", "joining"],
+)
+def test_a_disk_that_runs_full_loses_no_finished_block(job_models, undisturbed, disk, step, left, kept):
+    def fill():
+        with suppress(OSError), (disk / "ballast").open("wb", buffering=0) as file:
+            while shutil.disk_usage(disk).free > left:
+                file.write(bytes(4096))
+
+    with pytest.raises(OSError, match="No space left on device"):
+        quantize(job_models, "disk", disk / "out", progress=at(step, fill))
+    (disk / "ballast").unlink()
+    assert len(list(work_path(disk / "out").glob("block-*.json"))) == kept
+    steps = []
+    quantize(job_models, "disk", disk / "out", resume=True, progress=lambda now: steps.append(now.done))
+    assert len(steps) == 21 - 7 * kept
+    assert contents(disk / "out") == undisturbed("disk")[1]
+    assert list(disk.iterdir()) == [disk / "out"]
+
+
+def test_a_shard_of_the_model_that_is_cut_off_meanwhile_is_named_and_nothing_is_lost(tmp_path, undisturbed):
+    build("mistral", num_hidden_layers=3).save_pretrained(tmp_path / "mistral", max_shard_size="40KB")
+    index = json.loads((tmp_path / "mistral" / "model.safetensors.index.json").read_text())
+    shard = tmp_path / "mistral" / index["weight_map"]["model.layers.2.mlp.up_proj.weight"]
+    stored = shard.read_bytes()
+
+    def cut():
+        shard.write_bytes(stored[: len(stored) // 2])
+
+    for step in (8, 1):  # while the job runs, and before it goes on
+        with pytest.raises(CheckpointError, match=f"{shard.name} is damaged or cut off"):
+            quantize(tmp_path, "gptq", tmp_path / "out", resume=True, progress=at(step, cut))
+    shard.write_bytes(stored)
+    result = quantize(tmp_path, "gptq", tmp_path / "out", resume=True)
+    assert len(result.report.modules) == 21
+    assert contents(tmp_path / "out")["model.safetensors"] == undisturbed("gptq")[1]["model.safetensors"]
+
+
+def test_out_of_memory_halves_the_batch_for_good(job_models, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        before_blocks(patch, too_little_memory(2))
+        small = quantize(job_models, "gptq", tmp_path / "small", batch_size=4)
+    assert small.report.batch_size == 2
+    quantize(job_models, "gptq", tmp_path / "two", batch_size=2)  # the same batches from the start
+    small, two = (contents(tmp_path / name)["model.safetensors"] for name in ("small", "two"))
+    assert small == two
+
+
+def test_out_of_memory_with_one_sample_is_said_and_what_is_finished_stays(
+    job_models, undisturbed, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        less = partial(before_blocks, patch, too_little_memory(0))
+        with pytest.raises(DoesNotFitError, match=r"one sample.*Tried to allocate 2 GiB.*--activations disk"):
+            quantize(job_models, "gptq", tmp_path / "out", progress=at(9, less))
+    quantize(job_models, "gptq", tmp_path / "out", resume=True)
+    assert contents(tmp_path / "out")["model.safetensors"] == undisturbed("gptq")[1]["model.safetensors"]
+
+
+# Refused jobs
+
+
+def test_another_job_is_refused_by_name_and_an_unfinished_one_is_not_started_again(
+    job_models, tmp_path, monkeypatch, caplog
+):
+    out = tmp_path / "out"
+    with pytest.raises(Stop):
+        quantize(job_models, "gptq", out, progress=at(8, stop))
+    kept = contents(work_path(out))
+    with pytest.raises(OutputExistsError, match="unfinished job for out; resume it"):
+        quantize(job_models, "gptq", out)
+    other = build("mistral", num_hidden_layers=3)
+    other.model.layers[1].mlp.up_proj.weight.data[3, 3] += 1
+    ids = samples(4).input_ids.clamp_(max=94)
+    ids[3, 23] -= 1
+    for changes, said in (
+        ({"settings": {"bits": 4}}, "config.bits was 3, now 4"),
+        ({"settings": {"format": "gptq"}}, "config.format was 'gptq_v2', now 'gptq'"),
+        ({"batch_size": 4}, "batch_size was 2, now 4"),
+        ({"calibration": gptqkit.Calibration(ids, sequence_length=24)}, "calibration.tokens was"),
+        ({"models": other}, r"model.model\.safetensors was"),
+    ):
+        with pytest.raises(ResumeError, match=said):
+            quantize(**{"models": job_models, "case": "gptq", "out": out, "resume": True, **changes})
+    assert contents(work_path(out)) == kept
+    monkeypatch.setattr(job, "__version__", "0.0")
+    with caplog.at_level(logging.WARNING, logger="gptqkit"):
+        quantize(job_models, "gptq", out, resume=True)
+    assert re.search(r"another environment.*gptqkit was '[\d.]+', now '0\.0'", caplog.text)
+
+
+def test_two_processes_are_not_at_work_on_one_job(job_models, undisturbed, tmp_path):
+    out = tmp_path / "out"
+    begun = work_path(out) / "job.json"
+
+    def try_to_join():
+        for path in (begun, begun.with_name("gone")):  # and when the first is just about to delete all
+            begun.rename(path)
+            with pytest.raises(ResumeError, match="another process is at work"):
+                quantize(job_models, "gptq", out, resume=True)
+            path.rename(begun)
+
+    quantize(job_models, "gptq", out, progress=at(9, try_to_join))
+    assert contents(out) == undisturbed("gptq")[1]
+
+
+def test_a_target_that_exists_is_never_harmed(job_models, undisturbed, tmp_path):
+    out = tmp_path / "out"
+    quantize(job_models, "rtn", out)
+    old = contents(out)
+    steps = []
+    with pytest.raises(OutputExistsError, match="exists already"):
+        quantize(job_models, "gptq", out, progress=steps.append)
+    assert not steps
+    with pytest.raises(Stop):
+        quantize(job_models, "gptq", out, overwrite=True, progress=at(21, stop))
+    assert contents(out) == old  # until the new one is complete
+    quantize(job_models, "gptq", out, overwrite=True, resume=True)
+    assert contents(out) == undisturbed("gptq")[1]
+    for name in ("mistral", "text"):  # a float model, and something else
+        (tmp_path / "text").mkdir(exist_ok=True)
+        (tmp_path / "text" / "file").write_text("x")
+        place = job_models / name if name == "mistral" else tmp_path / name
+        before = contents(place)
+        with pytest.raises(OutputExistsError, match="something else than a quantized model"):
+            quantize(job_models, "gptq", place, overwrite=True, progress=steps.append)
+        assert contents(place) == before
+    assert not steps
+    late = tmp_path / "late"
+    with pytest.raises(OutputExistsError, match="exists already"):  # somebody else makes it while the job runs
+        quantize(job_models, "gptq", late, progress=at(21, late.mkdir))
+    assert list(late.iterdir()) == []
+    late.rmdir()
+    quantize(job_models, "gptq", late, resume=True, progress=steps.append)
+    assert not steps  # every block had been kept
+    assert contents(late) == undisturbed("gptq")[1]

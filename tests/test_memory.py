@@ -1,0 +1,271 @@
+"""Memory estimates hold what real jobs take; what cannot run is refused, and memory does not grow with blocks."""
+
+import json
+import logging
+import os
+import shutil
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+import gptqkit
+from gptqkit.errors import DoesNotFitError
+from gptqkit.memory import available_ram
+from gptqkit.units import size_text
+from support.jobs import processes
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+SIZES = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 512}
+
+
+def llama(dtype, width=256, blocks=1):
+    return transformers.LlamaConfig(
+        **SIZES, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=blocks, dtype=dtype
+    )
+
+
+def mixtral():
+    settings = {**SIZES, "hidden_size": 256, "intermediate_size": 384, "num_local_experts": 8}
+    return transformers.MixtralConfig(**settings, num_experts_per_tok=2, num_hidden_layers=1, dtype="bfloat16")
+
+
+def qwen3_moe():
+    """Many experts, whose inputs are wider than they are."""
+    settings = {**SIZES, "hidden_size": 256, "moe_intermediate_size": 64, "num_experts": 16}
+    return transformers.Qwen3MoeConfig(**settings, num_experts_per_tok=2, num_hidden_layers=1, dtype="float32")
+
+
+MODELS = {
+    "llama": lambda: llama("bfloat16"),
+    "float32": lambda: llama("float32"),
+    "mixtral": mixtral,
+    "qwen3_moe": qwen3_moe,
+}
+
+
+def save(config, folder):
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def status(key):
+    """A line of /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
+
+
+def measure(model, out, config, samples, length, how, log):
+    """Do a job; write down its estimate, and the RAM and disk that it took at its height.
+
+    RAM is what is neither shared nor mapped from files, beyond that of the program.
+    """
+    config, run = gptqkit.QuantizeConfig(group_size=64, mse=False, **config), gptqkit.Run(device="cpu", **how)
+    tokens = torch.randint(512, (samples, length), generator=torch.Generator().manual_seed(1)) if samples else None
+    calibration = gptqkit.Calibration(tokens, samples=max(samples, 1), sequence_length=length)
+    estimate = gptqkit.plan(model, out, config, calibration=calibration, run=run)
+    before = peak = status("RssAnon")
+    disk, done = 0, threading.Event()
+
+    def watch():
+        nonlocal peak
+        while not done.wait(0.001):
+            peak = max(peak, status("RssAnon"))
+
+    def look(event, _):
+        nonlocal disk
+        if event == "os.rename":
+            files = {file.stat().st_ino: file.stat().st_size for file in out.parent.rglob("*") if file.is_file()}
+            disk = max(disk, sum(files.values()))
+
+    sys.addaudithook(look)
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    gptqkit.quantize(model, calibration if samples else None, out, config, run=run)
+    done.set()
+    watcher.join()
+    found = {"RAM": peak - before, "disk": disk, "output": sum(file.stat().st_size for file in out.iterdir())}
+    log.write_text(json.dumps({"found": found, "estimate": estimate.to_dict()}))
+
+
+def measured(folder, config, *job):
+    """What `measure` wrote down of a job on a model, in a process of its own."""
+    model, out = save(config, folder / "model"), folder / "job" / "out"
+    out.parent.mkdir(parents=True)
+    [ended] = processes(measure, model, out, *job, folder / "found", log=folder / "log")
+    assert ended.code == 0, ended.text
+    return json.loads((folder / "found").read_text())
+
+
+@linux
+@pytest.mark.parametrize(
+    ("name", "samples", "length", "config", "how"),
+    [
+        ("llama", 16, 256, {}, {}),  # its height is a forward pass
+        ("float32", 8, 32, {"method": "gptaq", "float64": True}, {}),  # the solver
+        ("qwen3_moe", 8, 64, {"method": "gptaq"}, {}),  # the statistics of all experts
+        ("llama", 0, 64, {"method": "rtn"}, {}),
+        pytest.param("float32", 0, 64, {"method": "rtn"}, {}, marks=pytest.mark.slow),
+        pytest.param("mixtral", 8, 64, {}, {}, marks=pytest.mark.slow),
+        pytest.param("llama", 64, 64, {"method": "gptaq"}, {"batch_size": 2}, marks=pytest.mark.slow),
+        pytest.param("float32", 256, 64, {}, {"activations": "disk"}, marks=pytest.mark.slow),
+    ],
+)
+def test_estimates_are_good_to_about_a_third(name, samples, length, config, how, tmp_path):
+    result = measured(tmp_path, MODELS[name](), config, samples, length, how)
+    found, estimate = result["found"], result["estimate"]
+    assert 2 / 3 < estimate["needs"]["RAM"]["total"] / found["RAM"] < 4 / 3
+    assert found["disk"] / estimate["needs"]["disk"]["total"] < 4 / 3
+    assert found["output"] == pytest.approx(estimate["output_bytes"], rel=0.1)
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "place"), [("float32", "memory"), ("bfloat16", "disk")])
+def test_four_times_the_blocks_take_no_more_memory(dtype, place, tmp_path):
+    peaks = {}
+    for blocks in (4, 16):
+        job = ({"true_sequential": False}, 32, 64, {"activations": place})
+        peaks[blocks] = measured(tmp_path / str(blocks), llama(dtype, blocks=blocks), *job)["found"]["RAM"]
+    block = 4 * 256 * (4 * 256 + 3 * 768)
+    assert peaks[16] < peaks[4] + block
+
+
+# The rest needs no job.
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine of the test's choosing in the place of this one."""
+
+    def choose(ram=1 << 40, gpu=None, disk=1 << 40):
+        monkeypatch.setattr("gptqkit.memory.available_ram", lambda: ram)
+        monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=disk))
+        monkeypatch.setattr("torch.cuda.device_count", lambda: int(gpu is not None))
+        monkeypatch.setattr("torch.cuda.is_available", lambda: gpu is not None)
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (gpu, gpu))
+        for used in ("memory_reserved", "memory_allocated"):
+            monkeypatch.setattr(f"torch.cuda.{used}", lambda _: 0)
+
+    choose()
+    return choose
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model without its weights: a plan needs none."""
+    place = tmp_path_factory.mktemp("plan")
+    llama("bfloat16", blocks=3).save_pretrained(place)
+    return place
+
+
+def plan(folder, samples=128, length=256, device="cpu", method="gptq", **how):
+    run = gptqkit.Run(device=device, **how)
+    calibration = gptqkit.Calibration(None, samples=samples, sequence_length=length)
+    return gptqkit.plan(folder, None, gptqkit.QuantizeConfig(method=method), calibration=calibration, run=run)
+
+
+def test_hidden_states_are_kept_where_they_fit_best(folder, machine):
+    states = 128 * 256 * 256 * 2  # samples, tokens, width, bfloat16
+    machine(gpu=1 << 40)
+    roomy = plan(folder, device="cuda")
+    assert roomy.activations == "device"
+    assert roomy.needs["GPU memory"]["hidden states"] == states
+    assert roomy.needs["RAM"]["hidden states"] == 0
+    machine(gpu=roomy.total("GPU memory"))  # no room to spare
+    beside = plan(folder, device="cuda")
+    assert beside.activations == "memory"
+    assert (beside.needs["GPU memory"]["hidden states"], beside.needs["RAM"]["hidden states"]) == (0, states)
+    machine(gpu=roomy.total("GPU memory"), ram=2 * states - 2)  # half of the RAM is theirs
+    assert plan(folder, device="cuda").activations == "disk"
+    machine()
+    assert plan(folder).needs["RAM"]["hidden states"] == 2 * states  # float32 on a CPU
+    assert plan(folder, method="gptaq").needs["RAM"]["hidden states"] == 4 * states  # and those of the float model
+    assert plan(folder, method="rtn").needs["RAM"]["hidden states"] == 0
+    machine(ram=4 * states - 2)
+    assert plan(folder).activations == "disk"
+    assert plan(folder, activations="memory").activations == "memory"  # what was asked for is not changed
+
+
+def test_what_cannot_run_is_refused_and_what_may_not_is_warned_of(folder, machine, caplog):
+    needs = plan(folder)
+    needs.check()
+    assert not caplog.text
+    for name, limits, what, help_text in (
+        ("RAM", {"ram": needs.least["RAM"] - 1}, "RAM", "larger machine"),
+        ("disk", {"disk": needs.output_bytes - 1}, "disk", "another folder"),
+    ):
+        machine(**limits)
+        there = next(iter(limits.values()))
+        refused = plan(folder)
+        with pytest.raises(DoesNotFitError) as error:
+            refused.check()
+        for text in (f"{size_text(needs.least[name])} of {what}", f"there is {size_text(there)}", help_text):
+            assert text in str(error.value)
+    machine(gpu=1000)
+    with pytest.raises(DoesNotFitError, match=r"of GPU memory is the least.*there is 1000 B; use --device cpu"):
+        plan(folder, device="cuda").check()
+    machine(ram=needs.total("RAM") // 2)
+    with caplog.at_level(logging.WARNING, logger="gptqkit"):
+        plan(folder, activations="memory").check()
+    assert f"{size_text(needs.total('RAM'))} of RAM may be needed" in caplog.text
+    assert f"there is {size_text(needs.total('RAM') // 2)}" in caplog.text
+    machine(ram=None, disk=1 << 40)  # what is not known is not refused
+    plan(folder).check()
+
+
+def test_a_job_that_cannot_run_is_refused_before_any_work(tmp_path, machine):
+    model = save(llama("bfloat16"), tmp_path / "model")
+    machine(ram=1000)
+    steps = []
+    calibration = gptqkit.Calibration(torch.ones(2, 16, dtype=torch.int64), sequence_length=16)
+    with pytest.raises(DoesNotFitError, match="of RAM is the least that this job needs, and there is 1000 B"):
+        gptqkit.quantize(model, calibration, tmp_path / "out", progress=steps.append, run=gptqkit.Run(device="cpu"))
+    assert not steps
+    assert list(tmp_path.iterdir()) == [model]
+
+
+def write(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{text}\n")
+
+
+def test_available_ram_is_what_the_tightest_control_group_leaves(tmp_path):
+    """Cached files are room: the system gives them up first."""
+    assert available_ram(tmp_path) is None
+    write(tmp_path / "proc", meminfo="MemTotal: 9000 kB\nMemAvailable: 5000 kB")
+    assert available_ram(tmp_path) == 5000 << 10
+    write(tmp_path / "proc" / "self", cgroup="0::/user/job")
+    groups = tmp_path / "sys" / "fs" / "cgroup"
+    write(groups)  # the outermost has no limit
+    write(groups / "user", memory__max=1000, memory__current=900, memory__stat="anon 500\ninactive_file 300")
+    write(groups / "user" / "job", memory__max="max", memory__current=100, memory__stat="inactive_file 50")
+    assert available_ram(tmp_path) == 400
+    write(groups / "user" / "job", memory__max=200, memory__current=100)
+    assert available_ram(tmp_path) == 150
+
+
+def test_in_a_container_the_mounted_group_is_our_own(tmp_path):
+    write(tmp_path / "proc" / "self", cgroup="0::/of/the/host")
+    write(tmp_path / "sys/fs/cgroup", memory__max=1000, memory__current=1200, memory__stat="inactive_file 0")
+    assert available_ram(tmp_path) == 0
+
+
+def test_version_1_of_control_groups(tmp_path):
+    write(tmp_path / "proc" / "self", cgroup="3:cpu:/\n2:memory,hugetlb:/job\n0::/")
+    limits = {"memory__limit_in_bytes": 1000, "memory__usage_in_bytes": 300, "memory__stat": "total_inactive_file 100"}
+    write(tmp_path / "sys/fs/cgroup/memory/job", **limits)
+    assert available_ram(tmp_path) == 800
+
+
+@linux
+def test_this_machine(tmp_path):
+    there = gptqkit.plan(save(llama("bfloat16"), tmp_path), tmp_path / "not" / "there" / "yet").available
+    assert abs(there["disk"] - shutil.disk_usage(tmp_path).free) < 1 << 30
+    assert 10 << 20 < there["RAM"] <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
