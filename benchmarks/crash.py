@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gptqkit.export.work import work_path
+from gptqkit.job import work_path
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SETTINGS = (
@@ -36,111 +36,111 @@ SETTINGS = (
 )
 
 
-def start(out: Path, settings: list[str]) -> subprocess.Popen[bytes]:
+class Run:
     """A process that makes the checkpoint `out`, or goes on with it."""
-    model, text = EXAMPLES / "models/gutenberg-llama-6m", EXAMPLES / "data/calibration.txt"
-    command = [sys.executable, "-m", "gptqkit", "quantize", str(model), str(out), "--calibration", str(text)]
-    command += ["--samples", "16", "--sequence-length", "256", "--resume", *settings]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    def __init__(self, out: Path, settings: list[str]) -> None:
+        model, text = EXAMPLES / "models/gutenberg-llama-6m", EXAMPLES / "data/calibration.txt"
+        command = [sys.executable, "-m", "gptqkit", "quantize", str(model), str(out), "--calibration", str(text)]
+        command += ["--samples", "16", "--sequence-length", "256", "--resume", *settings]
+        self.out = out
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    def wait_until_at_work(self) -> None:
+        """Wait until the process holds the work directory: it spends seconds on imports before."""
+        lock = str(work_path(self.out) / "lock")
+        while self.process.poll() is None:
+            with suppress(OSError):
+                if any(os.readlink(file) == lock for file in Path(f"/proc/{self.process.pid}/fd").iterdir()):
+                    return
+            time.sleep(0.002)
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the end; return the exit code and the last line of messages."""
+        messages = self.process.communicate()[1].strip().splitlines()
+        return self.process.returncode, messages[-1] if messages else ""
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder by name."""
+    """Return every file of a folder by name."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def wait_until_at_work(process: subprocess.Popen[bytes], out: Path) -> None:
-    """Wait until a process holds the work directory of `out`: it spends seconds on imports before."""
-    lock = str(work_path(out) / "lock")
-    while process.poll() is None:
-        with suppress(OSError):
-            if any(os.readlink(file) == lock for file in Path(f"/proc/{process.pid}/fd").iterdir()):
-                return
-        time.sleep(0.002)
+def finished_blocks(out: Path) -> int:
+    """Return how many blocks of an unfinished job are on disk for good."""
+    return len(list(work_path(out).glob("block-*.json")))
 
 
-def finished_parts(out: Path) -> int:
-    """How many parts of an unfinished job are on disk for good."""
-    return len(list(work_path(out).glob("block-*.json"))) + (work_path(out) / "outside.json").exists()
+def check(right: bool, complaint: str) -> None:
+    """End the program where something is wrong."""
+    if not right:
+        raise SystemExit(complaint)
 
 
-def undisturbed(folder: Path) -> tuple[list[dict[str, bytes]], list[float]]:
-    """The files that each job must end in, and the seconds from its first file to its last."""
-    expected, seconds = [], []
-    for number, settings in enumerate(SETTINGS):
-        out = folder / f"whole-{number}"
-        process = start(out, settings)
-        wait_until_at_work(process, out)
-        began = time.perf_counter()
-        if process.wait():
-            raise SystemExit(f"a job that nobody disturbed failed: {process.stderr and process.stderr.read()!r}")
-        seconds.append(time.perf_counter() - began)
-        expected.append(contents(out))
-    return expected, seconds
+def undisturbed(out: Path, settings: list[str]) -> tuple[dict[str, bytes], float]:
+    """Return the files that a job must end in, and the seconds from its first file to its last."""
+    run = Run(out, settings)
+    run.wait_until_at_work()
+    began = time.perf_counter()
+    code, message = run.end()
+    check(code == 0, f"a job that nobody disturbed failed: {message}")
+    return contents(out), time.perf_counter() - began
 
 
 def kill_and_resume(folder: Path, kills: int, chance: random.Random) -> dict[str, Any]:
     """Kill jobs `kills` times in all, and compare what they end in."""
-    expected, seconds = undisturbed(folder)
+    whole = [undisturbed(folder / f"whole-{number}", settings) for number, settings in enumerate(SETTINGS)]
     found: Counter[int] = Counter()
     killed = jobs = 0
     while killed < kills:
-        number = jobs % len(SETTINGS)
+        settings, (expected, seconds) = SETTINGS[jobs % len(SETTINGS)], whole[jobs % len(SETTINGS)]
         out = folder / f"job-{jobs}"
         while not out.exists():
-            process = start(out, SETTINGS[number])
+            run = Run(out, settings)
             if killed < kills:
-                wait_until_at_work(process, out)
-                time.sleep(chance.uniform(0, 0.6 * seconds[number]))
-                process.send_signal(signal.SIGKILL)
-            status = process.wait()
-            if status == -signal.SIGKILL:
+                run.wait_until_at_work()
+                time.sleep(chance.uniform(0, 0.6 * seconds))
+                run.process.send_signal(signal.SIGKILL)
+            code, message = run.end()
+            check(code in (0, -signal.SIGKILL), f"job {jobs} failed after {killed} kills: {message}")
+            if code:
                 killed += 1
-                found[finished_parts(out)] += 1
-            elif status:
-                raise SystemExit(
-                    f"job {jobs} failed after {killed} kills: {process.stderr and process.stderr.read()!r}"
-                )
-        work = work_path(out)
-        if work.exists():  # killed between its last two steps: the next start cleans up
-            start(out, SETTINGS[number]).wait()
-        if contents(out) != expected[number]:
-            raise SystemExit(f"job {jobs} ended in other files than the undisturbed one")
-        if work.exists():
-            raise SystemExit(f"job {jobs} left {work}")
+                found[finished_blocks(out)] += 1
+        if work_path(out).exists():  # killed between its last two steps: the next start cleans up
+            Run(out, settings).end()
+        check(contents(out) == expected, f"job {jobs} ended in other files than the undisturbed one")
+        check(not work_path(out).exists(), f"job {jobs} left {work_path(out)}")
         jobs += 1
         print(f"{killed} kills, {jobs} jobs, all equal", flush=True)
         shutil.rmtree(out)
-    return {"kills": killed, "jobs": jobs, "finished_parts_when_killed": dict(sorted(found.items()))}
+    return {"kills": killed, "jobs": jobs, "finished_blocks_when_killed": dict(sorted(found.items()))}
 
 
 def full_disk(folder: Path) -> dict[str, Any] | None:
-    """Let the disk run full under a job, make room, resume, and compare."""
-    whole, disk = folder / "whole", folder / "disk"
-    if start(whole, SETTINGS[0]).wait():
-        raise SystemExit("a job that nobody disturbed failed")
+    """Let the disk run full under a job, make room, resume, and compare; None where no small disk can be mounted."""
+    expected, _ = undisturbed(folder / "whole", SETTINGS[0])
+    disk = folder / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         return None
-    ballast = disk / "ballast"
+    out, ballast = disk / "out", disk / "ballast"
     try:
-        process = start(disk / "out", SETTINGS[0])
-        while finished_parts(disk / "out") < 2 and process.poll() is None:
+        run = Run(out, SETTINGS[0])
+        while finished_blocks(out) < 2 and run.process.poll() is None:
             time.sleep(0.002)
-        with suppress(OSError), ballast.open("wb", buffering=0) as file:  # what a plan cannot foresee
+        with suppress(OSError), ballast.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
-        text = process.communicate()[1].decode()
-        parts = finished_parts(disk / "out")
-        if process.returncode != 1 or (disk / "out").exists():
-            raise SystemExit(f"a full disk ended in status {process.returncode}: {text}")
+        code, message = run.end()
+        kept = finished_blocks(out)
+        check(code == 1 and not out.exists(), f"a full disk ended in status {code}: {message}")
         ballast.unlink()
-        if start(disk / "out", SETTINGS[0]).wait() or contents(disk / "out") != contents(whole):
-            raise SystemExit("after a full disk, the job ended in other files")
+        code, complaint = Run(out, SETTINGS[0]).end()
+        check(code == 0 and contents(out) == expected, f"after a full disk, the job ended otherwise: {complaint}")
     finally:
         subprocess.run(["umount", str(disk)], check=True)
-    return {"parts_kept": parts, "message": text.strip().splitlines()[-1].replace(str(folder), "")}
+    return {"blocks_kept": kept, "message": message.replace(str(folder), "")}
 
 
 def main() -> None:
