@@ -8,7 +8,7 @@ Of one Linear, weight (n, k), s bytes per number of the solver (4, or 8 with flo
                  s n k (4 + p) + s k^2 (1 + p) + n k    in the sweep: W twice, Q, E, w when rounded; R, P; codes
 
 Files that are mapped count where they are brought into another dtype, written to, or moved to a GPU: the system lets
-go of other pages when it needs them.
+go of other pages when it needs them. What the C library keeps of freed RAM does not count: some 100 MiB.
 """
 
 from __future__ import annotations
