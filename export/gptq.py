@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import CheckpointError, ConversionError
 from ..quantizer.config import Format
 from ..quantizer.quantized import QuantizedWeight
-from .pack import codes_per_unit, pack, unpack
+from .bits import codes_per_unit, pack, unpack
 
 ZERO_OFFSET: dict[Format, int] = {"gptq": 1, "gptq_v2": 0}
 

@@ -10,17 +10,16 @@ import ctypes
 import hashlib
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_void_p
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+import torch
 
 from ..errors import BackendError
 from . import build
 
-ABI = 3
+ABI = 4
 FILE_NAME = "libgptqkit.so"
 
 OLDEST_CAPABILITY = (8, 0)
@@ -32,8 +31,6 @@ _HERE = Path(__file__).parent
 # The functions that return an error code, with the types of their arguments; tensors are pointers.
 _SIGNATURES = {
     "gptqkit_versions": [POINTER(c_int), POINTER(c_int)],
-    "gptqkit_repack_weight": [c_int, c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p],
-    "gptqkit_repack_grid": [c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int, c_int, c_void_p],
     "gptqkit_workspace": [c_int, c_int, c_int, c_int, POINTER(c_int64), POINTER(c_int64)],
     "gptqkit_gemm": [c_int, c_int, c_void_p, c_int64, *[c_void_p] * 7, *[c_int] * 5, c_void_p],
     "gptqkit_dequantize": [c_int, c_int, *[c_void_p] * 4, *[c_int] * 5, c_void_p],
@@ -48,14 +45,12 @@ class KernelLibrary:
         path: The file.
         driver: CUDA version that the driver serves, 1000 * major + 10 * minor; 0 where there is no driver.
         built: CUDA version that the library was built with; 0 in the emulator.
+
+    Raises:
+        BackendError: The file is no library for this machine, or has another interface.
     """
 
     def __init__(self, path: Path) -> None:
-        """Load `path`.
-
-        Raises:
-            BackendError: It is no library for this machine, or has another interface.
-        """
         self.path = path
         try:
             self._handle = ctypes.CDLL(str(path))
@@ -82,10 +77,10 @@ class KernelLibrary:
             raise BackendError(f"{name}: {self._handle.gptqkit_error(code).decode(errors='replace')} (code {code})")
 
     def workspace(self, m: int, n: int, k: int, split: int) -> tuple[int, int]:
-        """How many float32 partial sums and int32 tickets a product of these sizes needs."""
-        floats, tickets = c_int64(), c_int64()
-        self.run("gptqkit_workspace", m, n, k, split, byref(floats), byref(tickets))
-        return floats.value, tickets.value
+        """Return how many float32 partial sums and int32 locks a product of these sizes needs."""
+        floats, locks = c_int64(), c_int64()
+        self.run("gptqkit_workspace", m, n, k, split, byref(floats), byref(locks))
+        return floats.value, locks.value
 
     def check_driver(self) -> None:
         """Refuse a driver that cannot run the library: one of an older major version than the compiler.
@@ -96,27 +91,32 @@ class KernelLibrary:
         if self.driver == 0:
             raise BackendError("no NVIDIA driver answers; install one")
         if self.driver // 1000 < self.built // 1000:
+            serves, needed = (f"{version // 1000}.{version % 1000 // 10}" for version in (self.driver, self.built))
             raise BackendError(
-                f"the NVIDIA driver serves CUDA {_version(self.driver)}, and {self.path} was built with CUDA "
-                f"{_version(self.built)}; update the driver, or build with an nvcc of CUDA {self.driver // 1000}"
+                f"the NVIDIA driver serves CUDA {serves}, and {self.path} was built with CUDA {needed}; update the "
+                f"driver, or build with an nvcc of CUDA {self.driver // 1000}"
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """What came of looking for the library.
+def library_for(device: torch.device) -> tuple[KernelLibrary | None, str]:
+    """Return the library that serves a GPU, or None and why there is none, in half a sentence."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        return None, f"{torch.cuda.get_device_name(device)} has compute capability {capability}, and 8.0 is needed"
+    return find_library()
 
-    Attributes:
-        library: Loaded and fit for the driver, or None.
-        reason: Why there is none, in half a sentence; empty where there is one.
-    """
 
-    library: KernelLibrary | None
-    reason: str
+@cache
+def find_library() -> tuple[KernelLibrary | None, str]:
+    """Return the library of this installation; looked for, and if need be built, at the first call only."""
+    try:
+        return open_library(_HERE, Path.home() / ".cache" / "gptqkit"), ""
+    except RuntimeError as error:  # a BackendError, or no home directory
+        return None, str(error)
 
 
 def open_library(folder: Path, cache_folder: Path) -> KernelLibrary:
-    """The library of `folder`, or else of `cache_folder`, where it is built if it is not there yet.
+    """Return the library of `folder`, or else of `cache_folder`, where it is built if it is not there yet.
 
     Args:
         folder: Where an installation would have put it.
@@ -125,26 +125,14 @@ def open_library(folder: Path, cache_folder: Path) -> KernelLibrary:
     Raises:
         BackendError: There is none and it cannot be built, or the one found cannot be used.
     """
-    installed = folder / FILE_NAME
-    if installed.exists():
-        library = KernelLibrary(installed)
-    else:
-        library = KernelLibrary(_build_once(cache_folder / sources_hash() / FILE_NAME))
+    path = folder / FILE_NAME
+    library = KernelLibrary(path if path.exists() else _build_once(cache_folder / sources_hash() / FILE_NAME))
     library.check_driver()
     return library
 
 
-@cache
-def find_library() -> Search:
-    """The library for this process's GPUs; looked for, and if need be built, at the first call only."""
-    try:
-        return Search(library=open_library(_HERE, Path.home() / ".cache" / "gptqkit"), reason="")
-    except RuntimeError as error:  # a BackendError, or no home directory
-        return Search(library=None, reason=str(error))
-
-
 def sources_hash() -> str:
-    """A name for the sources as they are now, so that no library of others is taken for theirs."""
+    """Return a name for the sources as they are now, so that no library of others is taken for theirs."""
     digest = hashlib.sha256()
     for file in sorted([_HERE / "build.py", *(_HERE / "csrc").iterdir()]):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -152,9 +140,11 @@ def sources_hash() -> str:
 
 
 def _build_once(target: Path) -> Path:
-    """`target`, built under a lock unless it is there; other processes wait, and find it."""
+    """Return `target`, built under a lock unless it is there; other processes wait, and find it."""
     if target.exists():
         return target
+    import fcntl  # POSIX only, as building is; the rest of this module imports anywhere
+
     nvcc = build.find_nvcc()
     if nvcc is None:
         raise BackendError(
@@ -162,7 +152,8 @@ def _build_once(target: Path) -> Path:
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(target.parent / "lock"):
+        with (target.parent / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file closes, also by a crash
             if not target.exists():
                 _LOG.warning("building the CUDA kernels into %s; this happens once and takes minutes", target)
                 partial = target.with_suffix(f".{os.getpid()}")
@@ -171,16 +162,3 @@ def _build_once(target: Path) -> Path:
     except (OSError, build.BuildError) as error:
         raise BackendError(f"the kernels could not be built with {nvcc}: {error}") from error
     return target
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    import fcntl  # POSIX only, as building is; the rest of this module imports anywhere
-
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file closes, also by a crash
-        yield
-
-
-def _version(number: int) -> str:
-    return f"{number // 1000}.{number % 1000 // 10}"

@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from ..errors import ShapeError
-from .library import OLDEST_CAPABILITY, KernelLibrary, find_library
+from .library import KernelLibrary, library_for
 
 MOST_COLUMNS = 384
 """Columns of a block whose weights fit into shared memory; `csrc/sweep.cu` refuses more."""
 
-_LOG = logging.getLogger("gptqkit")
-
 
 def sweep_library(target: Tensor) -> KernelLibrary | None:
-    """The library that can sweep blocks of `target`, or None: no GPU or too old a one, no library, not float32.
+    """Return the library that can sweep blocks of `target`, or None: no GPU, no library, not float32.
 
-    A library that is missing where a GPU could use it is logged, once.
+    A library that is missing where there is a GPU is logged, once.
     """
     if target.device.type != "cuda" or target.dtype != torch.float32:
         return None
-    if torch.cuda.get_device_capability(target.device) < OLDEST_CAPABILITY:
-        return None
-    return _library()
+    library, reason = library_for(target.device)
+    if library is None:
+        _warn(reason)
+    return library
 
 
 @cache
-def _library() -> KernelLibrary | None:
-    search = find_library()
-    if search.library is None:
-        _LOG.warning("the solver sweeps columns with torch, which is slower, because %s", search.reason)
-    return search.library
+def _warn(reason: str) -> None:
+    message = "the solver sweeps columns with torch, which is slower, because %s"
+    logging.getLogger("gptqkit").warning(message, reason)
 
 
 def sweep_block(
@@ -85,9 +83,9 @@ def sweep_block(
     scaled = torch.empty_like(block)
     tensors = (block, inverse, shift, importance, group, scale, zero, codes, values, scaled)
     for tensor in tensors:
-        dtype = torch.int32 if tensor is group else torch.uint8 if tensor is codes else torch.float32
         if tensor is None:
             continue
+        dtype = torch.int32 if tensor is group else torch.uint8 if tensor is codes else torch.float32
         if not tensor.is_contiguous() or tensor.device != block.device or tensor.dtype != dtype:
             raise ShapeError(
                 f"the sweep got {tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}; "
@@ -95,9 +93,8 @@ def sweep_block(
             )
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     settings = (columns, rows, group_size, bits, int(sym), min_zero)
-    if block.device.type == "cuda":
-        with torch.cuda.device(block.device):
-            library.run("gptqkit_sweep", *pointers, *settings, torch.cuda.current_stream().cuda_stream)
-    else:  # the emulator
-        library.run("gptqkit_sweep", *pointers, *settings, None)
+    on_gpu = block.device.type == "cuda"  # else the emulator
+    with torch.cuda.device(block.device) if on_gpu else nullcontext():
+        stream = torch.cuda.current_stream().cuda_stream if on_gpu else None
+        library.run("gptqkit_sweep", *pointers, *settings, stream)
     return scaled

@@ -1,0 +1,41 @@
+"""The backends: the classes that run quantized layers, by the names under which callers ask for them.
+
+A new backend is one `QuantLinear` and one entry of `BACKENDS`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+from ..errors import BackendError
+
+if TYPE_CHECKING:
+    from .linear import QuantLinear
+
+BACKENDS = {
+    "cuda": "kernels.cuda.CudaLinear",
+    "cpu": "kernels.linear.CpuLinear",
+    "torch": "kernels.linear.TorchLinear",
+    "cpu-int4": "kernels.linear.CpuInt4Linear",
+}
+"""Every backend by name, with the place of its class in this package, in the order in which "auto" tries them.
+
+The torch backend serves every layer on every device, so what stands behind it must be asked for by name.
+"""
+
+
+def find_backend(name: str) -> type[QuantLinear]:
+    """Return the class of the backend called `name`, one of `BACKENDS`."""
+    module, _, attribute = BACKENDS[name].rpartition(".")
+    return cast("type[QuantLinear]", getattr(import_module(f"gptqkit.{module}"), attribute))
+
+
+def check_backend(requested: str) -> None:
+    """Refuse a name that stands for no backend, before any work starts.
+
+    Raises:
+        BackendError: `requested` is neither "auto" nor one of `BACKENDS`.
+    """
+    if requested != "auto" and requested not in BACKENDS:
+        raise BackendError(f"backend is {requested!r}; choose one of auto, {', '.join(BACKENDS)}")

@@ -1,0 +1,159 @@
+"""The default on NVIDIA GPUs: products directly on packed weights, with the kernels of `csrc`.
+
+The values are those of the torch backend. Up to 16 rows of x run on a fused kernel that applies scales to sums in
+float32, more on one that rounds each weight once, many on torch's dense product. The results differ from the torch
+backend's by the order of summation and, up to 16 rows, by the rounding of weights that does not happen.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.nn import functional
+
+from ..errors import ShapeError
+from ..quantizer.quantized import QuantizedWeight
+from .library import library_for
+from .linear import QuantLinear, uneven_groups, whole_zero_points
+from .ops import DTYPES, Launcher, Layer, launcher_for
+
+_linear = torch.ops.gptqkit.linear.default
+
+
+class CudaLinear(QuantLinear):
+    """Holds the layer in the kernels' layout only, see `csrc/layout.cuh`.
+
+    Attributes:
+        weight: Codes, int32 (tiles of 64 outputs, tiles of 64 inputs, bits, 32, 4), padded with 0.
+        scale: (groups, out padded to 64) float16, whatever dtype the activations have.
+        zero: In the same order: uint8, two to a byte at 2 and 3 bits, or int16 at 8 bits.
+        order: For act-order, the inputs in the order that the codes have, int32 (in,); else None.
+    """
+
+    summary: ClassVar[str] = "computes on the packed words with the bundled CUDA kernels"
+    device_type: ClassVar[str | None] = "cuda"
+    exact: ClassVar[tuple[str, ...]] = ("scale",)
+    _checked: Layer | None = None
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(weight, bias, dtype)
+        self._sizes = (self.bits, self.group_size, self.out_features)
+        order = torch.argsort(weight.group_index, stable=True) if self.act_order else None
+        codes = weight.codes if order is None else weight.codes[:, order]
+        self.register_buffer("weight", pack_codes(codes, self.bits))
+        self.register_buffer("scale", pack_grid(weight.scale.half()))
+        self.register_buffer("zero", pack_zeros(weight.zero_point(), self.bits))
+        self.register_buffer("order", None if order is None else order.to(torch.int32))
+
+    @classmethod
+    def refusal(cls, weight: QuantizedWeight, dtype: torch.dtype) -> str | None:
+        """Return why the kernels cannot serve the layer, or None where they can; may build them, once."""
+        return super().refusal(weight, dtype) or unfit(weight, dtype) or library_for(weight.codes.device)[1] or None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output, (..., out) in the dtype of `x`, which is (..., in) in that of the bias.
+
+        Differentiable in x, by way of the dense weight.
+
+        Raises:
+            ShapeError: x is of another width, dtype or device than the layer.
+        """
+        own = cast("dict[str, Tensor]", self._buffers)  # attributes of a module cost a microsecond each
+        weight, scale, zero, order, bias = own["weight"], own["scale"], own["zero"], own["order"], own["bias"]
+        if x.shape[-1] != self.in_features or x.device != weight.device:
+            needed = f"{self.in_features} columns on {weight.device}"
+            raise ShapeError(f"x has {x.shape[-1]} columns on {x.device}, and the layer takes {needed}")
+        if order is not None:
+            x = x.index_select(-1, order)
+        if x.requires_grad and torch.is_grad_enabled():
+            dense = torch.ops.gptqkit.dequantize(weight, scale, zero, *self._sizes, self.in_features, x.dtype)
+            return functional.linear(x, dense, bias)
+        if (
+            type(x) is not Tensor
+            or is_compiling()
+            or torch._C._get_tracing_state()
+            or torch._C._len_torch_dispatch_stack()
+        ):
+            return cast(Tensor, _linear(x, weight, scale, zero, bias, *self._sizes))
+        # Eager calls spare the dispatcher and, as long as the tensors are the same, their check.
+        layer = self._checked
+        if layer is None or layer.weight is not weight or layer.scale is not scale or layer.zero is not zero:
+            layer = self._checked = Layer(weight, scale, zero, *self._sizes, self.in_features).check(weight.device)
+        return self.launcher(x.device).product(x, layer, bias)
+
+    @staticmethod
+    def launcher(device: torch.device) -> Launcher:
+        """Return what runs the kernels on `device`."""
+        return launcher_for(device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Move as every module does, and let go of the tensors that were checked."""
+        self._checked = None
+        return super()._apply(fn, recurse)
+
+
+def unfit(weight: QuantizedWeight, dtype: torch.dtype) -> str | None:
+    """Return why the kernels cannot compute with the layer, whatever the device, or None where they can."""
+    if dtype not in DTYPES:
+        return f"the activations are {dtype}, and the kernels compute in float16 or bfloat16; load with such a dtype"
+    size, columns = weight.group_size, weight.in_features
+    if weight.bits not in (2, 3, 4, 8) or columns % 32 or (size % 16 and size < columns):
+        return (
+            f"the layer has {weight.bits} bits and groups of {size} in {columns} columns, and the kernels take 2, 3, 4 "
+            "or 8 bits, a multiple of 32 columns and groups of a multiple of 16"
+        )
+    if not torch.equal(weight.scale.half().float(), weight.scale):
+        return "some of the layer's scales are no float16 values, which the kernels need"
+    if whole_zero_points(weight) is None:
+        return f"some of the layer's zero points are not whole or not in 0 ... {2**weight.bits}"
+    return uneven_groups(weight)
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Return codes, uint8 (out, in), in the kernels' layout, int32 (out tiles, in tiles, bits, 32, 4).
+
+    `csrc/layout.cuh` says which bits of which word hold the pair (i, r) of a lane; codes beyond the last are 0.
+    """
+    rows, columns = codes.shape
+    padded = functional.pad(codes, (0, -columns % 64, 0, -rows % 64))
+    # Outputs are (tile, i, r & 1, c), inputs (unit, step, t, r >> 1, element of the pair).
+    parts = padded.view(-1, 4, 2, 8, padded.shape[1] // 64, 4, 4, 2, 2).permute(0, 4, 5, 3, 6, 1, 7, 2, 8).flatten(6, 7)
+    pairs = parts[..., 0].int() | parts[..., 1].int() << 16
+    words = pairs.new_zeros(*pairs.shape[:5], bits)
+    for i, r in itertools.product(range(4), range(4)):
+        pair = pairs[..., i, r]
+        if bits == 2:
+            words[..., i // 2] |= pair << 4 * (i % 2) + (0, 2, 8, 10)[r]
+        elif bits == 4:
+            words[..., i] |= pair << 4 * r
+        elif bits == 8:
+            words[..., 2 * i + r % 2] |= pair << 8 * (r // 2)
+        elif i < 3:
+            words[..., i] |= pair << 3 * r
+        elif r < 3:
+            words[..., -r % 3] |= pair << 12
+        else:
+            for bit in range(3):
+                words[..., bit] |= (pair >> bit & 0x00010001) << 15
+    lanes = words.permute(0, 1, 3, 4, 2, 5).reshape(*words.shape[:2], 32, bits, 4)
+    return lanes.transpose(2, 3).contiguous()
+
+
+def pack_grid(values: Tensor) -> Tensor:
+    """Return values of groups, (out, groups), in the kernels' order, (groups, out padded to 64)."""
+    padded = functional.pad(values.t(), (0, -values.shape[0] % 64))
+    return padded.view(values.shape[1], -1, 4, 2, 8).permute(0, 1, 4, 2, 3).reshape(values.shape[1], -1)
+
+
+def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
+    """Return zero points, int16 (out, groups), as the kernels read them: in nibbles, bytes or int16."""
+    ordered = pack_grid(zeros)
+    if bits == 8:
+        return ordered
+    ordered = ordered.to(torch.uint8)
+    return ordered if bits == 4 else ordered[:, ::2] | ordered[:, 1::2] << 4
