@@ -119,10 +119,12 @@ class Launcher:
             raise ShapeError(f"x is {x.dtype}, and the kernels compute in float16 or bfloat16; convert it")
         if bias is not None:
             _check("bias", bias, x.dtype, (n,), x.device)
-        m = x.numel() // max(k, 1)
+        y = x.new_empty((*x.shape[:-1], n))
+        if not y.numel():
+            return y
+        m = y.numel() // n
         if split is None:
             split = self._split(layer.bits, m, n, k)
-        y = x.new_empty((*x.shape[:-1], n))
         if not split:
             self._dense_product(x.reshape(m, k), layer, bias, y.view(m, n))
             return y
