@@ -7,12 +7,13 @@ from itertools import product
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import gptqkit
 from gptqkit.quantizer import gptq
-from support.models import MIXTURES, MODELS, OTHERS, build, samples, save
-from support.pipeline import assert_close, dequantized, outputs, quantize
+from support.models import GROUPED, MIXTURES, MODELS, OTHERS, SIZE, build, samples, save
+from support.pipeline import assert_close, dequantized, float_matrix, outputs, quantize
 
 # All bits, grids and formats, spread over the architectures beside methods, orders and dtypes of the files.
 GRIDS = [
@@ -48,16 +49,6 @@ def solved(monkeypatch):
 
         monkeypatch.setattr(gptq, name, dataclasses.replace(method, solve=solve))
     return found
-
-
-def float_matrix(name, source):
-    """The float weight, (out, in), that a checkpoint's name stands for in the files of its source."""
-    if f"{name}.weight" in source:
-        weight = source[f"{name}.weight"]
-        return weight.T if any(each.endswith("c_attn.weight") for each in source) else weight
-    path, number, part = name.rsplit(".", 2)  # gpt_oss stacks its experts, (in, out)
-    stack = source[f"{path}.{'down' if part == 'down_proj' else 'gate_up'}_proj"][int(number)].T
-    return {"gate_proj": stack[::2], "up_proj": stack[1::2], "down_proj": stack}[part]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -121,6 +112,43 @@ def test_experts_that_an_override_leaves_in_floating_point(name, tmp_path):
     assert_close(outputs(loaded), outputs(theirs))
 
 
+JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_dt_rank": 32}
+ODD = {
+    "blocks of two kinds": (
+        transformers.JambaConfig(
+            **SIZE, **JAMBA, intermediate_size=96, num_key_value_heads=2, num_experts=1, num_experts_per_tok=1
+        ),
+        {r"mamba\.(x|dt)_proj": gptqkit.ModuleOverride(skip=True)},
+        12,
+    ),
+    "blocks that return lists": (
+        transformers.OpenAIGPTConfig(n_embd=64, n_layer=2, n_head=4, vocab_size=96, n_positions=64),
+        {},
+        8,
+    ),
+    "experts that are multiplied all at once, and stay in floating point": (
+        transformers.Llama4TextConfig(
+            **GROUPED, intermediate_size_mlp=96, num_local_experts=4, num_experts_per_tok=1, pad_token_id=0
+        ),
+        {},
+        14,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_architectures(name, tmp_path):
+    config, overrides, count = ODD[name]
+    torch.manual_seed(0)
+    save(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "model")
+    report = quantize(tmp_path / "model", tmp_path / "out", overrides=overrides, method="gptaq").report
+    assert len(report.modules) == count
+    assert not any("router" in module.name for module in report.modules)
+    theirs = dequantized(tmp_path / "out", tmp_path / "model", tmp_path / "dense")
+    loaded, _ = gptqkit.load(tmp_path / "out", device="cpu", backend="torch")
+    assert_close(outputs(loaded), outputs(theirs))
+
+
 def test_nothing_of_the_source_is_lost(tmp_path):
     """Tensors that transformers drops, such as those of a multi-token predictor, and files of processors."""
     model = tmp_path / "model"
@@ -140,3 +168,30 @@ def test_nothing_of_the_source_is_lost(tmp_path):
     assert (tmp_path / "out" / "1_Pooling" / "config.json").exists()
     assert not (tmp_path / "out" / "modeling.py").exists()
     gptqkit.load(tmp_path / "out", device="cpu")
+
+
+def test_the_example_model_from_text_to_perplexity(tmp_path, example_model, small_text):
+    """What is measured on the way is what the checkpoint measures, and nothing published names a local path."""
+    text, stages = tmp_path / "book.txt", []
+    text.write_text(small_text, encoding="utf-8")
+    report = gptqkit.quantize(
+        example_model,
+        gptqkit.Calibration(text, samples=4, sequence_length=128),
+        tmp_path / "out",
+        gptqkit.QuantizeConfig(bits=3),
+        run=gptqkit.Run(device="cpu"),
+        evaluate_on=text,
+        progress=lambda step: stages.append(step.stage),
+    ).report
+    assert {"quantize", "evaluate"} <= set(stages)
+    assert not any(module.worse_than_rounding for module in report.modules)
+    stored = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
+    [row] = stored["perplexity"]
+    how = gptqkit.Evaluation(sequence_length=128, device="cpu")
+    scores = gptqkit.evaluate(tmp_path / "out", text, how, reference=example_model)
+    assert (row["dataset"], row["perplexity"], row["tokens"]) == ("book.txt", scores.perplexity, scores.tokens)
+    assert scores.reference_perplexity < scores.perplexity < 1.3 * scores.reference_perplexity
+    assert [module["name"] for module in stored["modules"]] == [module.name for module in report.modules]
+    published = "".join(path.read_text() for path in (tmp_path / "out").iterdir() if path.suffix in (".json", ".md"))
+    assert str(tmp_path) not in published
+    assert str(example_model.parent) not in published

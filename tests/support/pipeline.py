@@ -52,6 +52,11 @@ def assert_close(found, expected, rtol=1e-5):
     assert float((found - expected).abs().max()) <= rtol * float(expected.abs().max())
 
 
+def share_that_differs(one, other):
+    """Of codes; sums in another order differ in the last bit, which can tip a rare one, and later ones with it."""
+    return float((one.codes != other.codes).float().mean())
+
+
 def dequantized(path, source, folder):
     """The float model of a folder as transformers loads it, in float32, with a checkpoint's dequantized weights.
 
@@ -68,12 +73,24 @@ def dequantized(path, source, folder):
     if config["model_type"] == "gpt_oss":
         tensors = _stacked(tensors, config["num_local_experts"])
     folder.mkdir()
-    save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
     shutil.copyfile(source / "config.json", folder / "config.json")
     kind = getattr(transformers, config["architectures"][0])
     model, found = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not any(found[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model.eval()
+
+
+def float_matrix(name, source):
+    """The float weight, (out, in), that a checkpoint's name stands for in the files of its source."""
+    if f"{name}.weight" in source:
+        weight = source[f"{name}.weight"]
+        return weight.T if any(each.endswith("c_attn.weight") for each in source) else weight
+    path, number, part = name.rsplit(".", 2)  # gpt_oss stacks its experts, (in, out)
+    stack = source[f"{path}.{'down' if part == 'down_proj' else 'gate_up'}_proj"][int(number)].T
+    return {"gate_proj": stack[::2], "up_proj": stack[1::2], "down_proj": stack}[part]
 
 
 def _stacked(tensors, experts):
