@@ -170,6 +170,18 @@ def test_nothing_of_the_source_is_lost(tmp_path):
     gptqkit.load(tmp_path / "out", device="cpu")
 
 
+def test_a_tied_weight_may_stand_under_its_other_name(tmp_path):
+    tensors = save(build("llama"), tmp_path / "model")
+    quantize(tmp_path / "model", tmp_path / "expected")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    quantize(tmp_path / "model", tmp_path / "out")
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "expected"))
+    expected["lm_head.weight"] = expected.pop("model.embed_tokens.weight")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
 def test_the_example_model_from_text_to_perplexity(tmp_path, example_model, small_text):
     """What is measured on the way is what the checkpoint measures, and nothing published names a local path."""
     text, stages = tmp_path / "book.txt", []
