@@ -1,20 +1,13 @@
-"""Quantizing on a GPU, simulated on every machine and real where there is one: the same results as on a CPU."""
-
-import gc
-from functools import partial
+"""Quantizing and running on a GPU, simulated on every machine and real where there is one."""
 
 import pytest
 import torch
 
 import gptqkit
-from gptqkit.budget import make_plan
-from gptqkit.machine import Machine
-from gptqkit.quantizer.walk import quantize_blocks
-from gptqkit.sizes import measure, shapes_of
-from gptqkit.workload import Workload
-from support.models import build, windows
+from support.models import build, samples, save
+from support.pipeline import assert_close, dequantized, outputs, quantize, weights
 
-UNKNOWN = Machine(memory=None, program=0, gpu=None, disk=None)
+SMALL = samples(4, 16)  # which the simulation needs
 
 
 @pytest.mark.parametrize(
@@ -25,6 +18,7 @@ UNKNOWN = Machine(memory=None, program=0, gpu=None, disk=None)
         lambda here, there: there.index_put((torch.tensor([0], device=here.device),), there[:1]),
         lambda here, there: here.index_put((torch.tensor([0]),), there[:1]),
         lambda here, there: torch.cat([here, there]),
+        lambda here, there: torch.mm(here.half().T, there.half(), out_dtype=torch.float32),
         lambda here, there: torch.nn.functional.scaled_dot_product_attention(here[None], there[None], here[None]),
     ],
 )
@@ -35,74 +29,34 @@ def test_operands_on_two_devices_are_refused(gpu, mix):
     mix(there.to(gpu), there.to(gpu))
 
 
-def quantized(source, out, device, **changes):
-    """The result at small sizes, which the simulation needs."""
-    config = gptqkit.QuantizeConfig(bits=4, group_size=32, sym=False, **changes.pop("config", {}))
-    tokens = windows(samples=4, length=16).input_ids
-    return gptqkit.quantize(source, tokens, out, config, sequence_length=16, batch_size=3, device=device, **changes)
-
-
-def assert_as_good(result, on_cpu):
-    here, there = ({module.name: module.error for module in one.report.modules} for one in (result, on_cpu))
-    assert here.keys() == there.keys()
-    assert sum(here.values()) == pytest.approx(sum(there.values()), rel=0.05)
-
-
 @pytest.mark.parametrize(
-    ("method", "activations"), [("rtn", "auto"), ("gptq", "memory"), ("gptq", "disk"), ("gptaq", "device")]
+    ("name", "method", "settings", "activations"),
+    [
+        ("llama", "rtn", {}, "auto"),
+        ("llama", "gptq", {"lm_head": True, "desc_act": True}, "memory"),
+        ("qwen2", "gptaq", {"true_sequential": False}, "disk"),
+        ("mixtral", "gptq", {}, "device"),
+        ("gpt_oss", "gptaq", {}, "device"),
+        ("llava", "gptaq", {}, "auto"),
+        ("bert", "gptq", {}, "auto"),
+    ],
 )
-def test_what_a_gpu_quantizes_is_as_good_and_is_what_is_loaded(gpu, method, activations, tmp_path):
-    results = {}
+def test_what_a_gpu_quantizes_is_as_good_as_on_a_cpu_and_is_what_is_loaded(
+    gpu, name, method, settings, activations, tmp_path
+):
+    changes = {"tie_word_embeddings": False} if settings.get("lm_head") else {}
+    save(build(name, **changes).bfloat16(), tmp_path / "model")
+    run = {"activations": activations}
+    errors = []
     for device in ("cpu", gpu):
-        settings = {"config": {"method": method}, "activations": activations}
-        result = results[device] = quantized(build("llama"), tmp_path / device, device, **settings)
-        loaded, _ = gptqkit.load(tmp_path / device, device=device, backend="torch", dtype="float32")
-        for name, weight in result.weights.items():
-            stored = loaded.get_submodule(name).packed().dequantize(torch.float32)
-            assert torch.equal(stored.cpu(), weight.dequantize())
-    assert_as_good(results[gpu], results["cpu"])
-
-
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llava", "bert"])
-def test_other_models_from_disk(gpu, name, tmp_path):
-    build(name).save_pretrained(tmp_path / "model")
-    on_cpu, on_gpu = (
-        quantized(tmp_path / "model", tmp_path / device, device, config={"method": "gptaq"}) for device in ("cpu", gpu)
-    )
-    assert_as_good(on_gpu, on_cpu)
-
-
-def test_a_quantized_head_and_the_comparison_with_the_float_model(gpu, tmp_path):
-    build("llama", tie_word_embeddings=False).save_pretrained(tmp_path / "model")
-    config = {"lm_head": True, "desc_act": True}
-    results = [quantized(tmp_path / "model", tmp_path / device, device, config=config) for device in ("cpu", gpu)]
-    assert_as_good(*results)
-    ids = windows().input_ids
-    scores = gptqkit.evaluate(
-        tmp_path / gpu, ids, reference=tmp_path / "model", sequence_length=24, device=gpu, dtype="float16"
-    )
-    assert scores.backend == "cuda"
-    assert 0 < scores.kl_divergence < 0.1
-
-
-# A real one's allocator rounds sizes up, and cuBLAS holds more than these models: only the simulated one is as exact.
-@pytest.mark.parametrize("gpu", ["simulated"], indirect=True)
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [("llama", {}), ("llama", {"method": "gptaq"}), ("mixtral", {}), ("falcon", {"true_sequential": False})],
-)
-def test_a_run_holds_at_its_height_what_the_plan_says(gpu, name, changes):
-    model = build(name).bfloat16()
-    config = gptqkit.QuantizeConfig(group_size=32, **changes)
-    work = Workload(
-        config=config, sequence_length=48, device=torch.device(gpu), samples=8, batch_size=4, activations="device"
-    )
-    need = make_plan(partial(measure, shapes_of(model)), work, UNKNOWN).needs["GPU memory"]
-    expected = need.total - need.parts["allowance"]
-    gc.collect()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    with torch.no_grad():
-        quantize_blocks(model, windows(8, 48), config, device=work.device, batch_size=4, activations="device")
-    held = torch.cuda.max_memory_allocated() - before
-    assert 0.9 * held < expected < 1.2 * held
+        where = {**run, "device": device}
+        report = quantize(tmp_path / "model", tmp_path / device, SMALL, method=method, run=where, **settings).report
+        errors.append({module.name: module.error for module in report.modules})
+        assert report.device == device
+    assert errors[0].keys() == errors[1].keys()
+    assert sum(errors[1].values()) == pytest.approx(sum(errors[0].values()), rel=0.05)
+    assert weights(tmp_path / gpu).keys() == weights(tmp_path / "cpu").keys()
+    theirs = outputs(dequantized(tmp_path / gpu, tmp_path / "model", tmp_path / "dense"), SMALL)
+    loaded, _ = gptqkit.load(tmp_path / gpu, device=gpu, backend="torch", dtype="float32")
+    assert loaded.device.type == "cuda"
+    assert_close(outputs(loaded, SMALL).cpu(), theirs, rtol=1e-3)

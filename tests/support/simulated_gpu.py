@@ -24,8 +24,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
-from gptqkit.footprint import Footprint
-
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MEMORY = 8 << 30
 aten = torch.ops.aten
@@ -58,7 +56,6 @@ class GpuTensor(torch.Tensor):
             requires_grad=host.requires_grad,
         )
         tensor.host = host
-        memory.count(host)
         return tensor
 
     @classmethod
@@ -70,9 +67,6 @@ class GpuTensor(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GpuTensor({self.host})"
-
-
-memory = Footprint()  # of the process
 
 
 def is_on_gpu(value: object) -> bool:
@@ -194,10 +188,6 @@ def load_guard(folder: Path) -> None:
     ctypes.CDLL(str(library))
 
 
-def _forget_peak() -> None:
-    memory.peak = memory.live
-
-
 @contextmanager
 def simulated_gpu() -> Iterator[None]:
     """One GPU for this thread, after `load_guard`; work for other threads is done here."""
@@ -212,6 +202,9 @@ def simulated_gpu() -> Iterator[None]:
         "set_device": None,
         "synchronize": None,
         "empty_cache": None,
+        "mem_get_info": (MEMORY, MEMORY),
+        "memory_reserved": 0,
+        "memory_allocated": 0,
         "get_device_properties": properties,
         "get_device_name": properties.name,
         "get_device_capability": (properties.major, properties.minor),
@@ -222,13 +215,6 @@ def simulated_gpu() -> Iterator[None]:
     functions: dict[str, Callable[..., object]] = {
         name: lambda *_, answer=answer: answer  # type: ignore[misc]
         for name, answer in answers.items()
-    }
-    functions |= {
-        "mem_get_info": lambda *_: (MEMORY - memory.live, MEMORY),
-        "memory_reserved": lambda *_: memory.live,
-        "memory_allocated": lambda *_: memory.live,
-        "max_memory_allocated": lambda *_: memory.peak,
-        "reset_peak_memory_stats": lambda *_: _forget_peak(),
     }
     with ExitStack() as stack:
         for name, function in functions.items():
