@@ -18,7 +18,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
 ARCHITECTURES = ("80", "89", "90", "120", "100")
@@ -31,16 +30,6 @@ _EXPECTED = ("HMMA.16816.F32", "LDGSTS")
 
 class BuildError(RuntimeError):
     """The sources could not be compiled; the message has the compiler's words."""
-
-
-class KernelReport(NamedTuple):
-    """What ptxas says of one kernel, by its mangled name, on one architecture, as in "90"."""
-
-    source: str
-    architecture: str
-    name: str
-    registers: int
-    spill_bytes: int
 
 
 def find_nvcc() -> Path | None:
@@ -71,38 +60,31 @@ def compile_object(source: Path, target: Path, architectures: Sequence[str] = AR
     return _nvcc("-Xptxas", "-v", "-c", str(source), "-o", str(target), architectures=architectures)
 
 
-def check(architectures: Sequence[str] = ARCHITECTURES) -> list[KernelReport]:
-    """Compile every source; return what ptxas says of each kernel on each architecture.
+def check(architectures: Sequence[str] = ARCHITECTURES) -> tuple[str, bool]:
+    """Compile every source; return a line for each on every architecture, and whether no kernel spills registers.
 
     Raises:
         BuildError: There is no nvcc, a source does not compile, or a gemm kernel lacks an instruction that it is made
             of (looked for where cuobjdump is found).
     """
-    reports = []
+    pattern = r"Compiling entry function '(\w+)' for 'sm_(\d+)a?'(.*?)Used (\d+) registers"
+    lines, spilled = [], False
     with tempfile.TemporaryDirectory() as folder:
         for source in sorted(SOURCES.glob("*.cu")):
             compiled = Path(folder, source.stem + ".o")
-            reports += read_ptxas(source.name, compile_object(source, compiled, architectures))
-            if source.stem == "gemm" and _find_cuobjdump() is not None:
-                check_instructions(compiled)
-    return reports
-
-
-def read_ptxas(source: str, said: str) -> list[KernelReport]:
-    """Return the reports in what ptxas said of one source."""
-    pattern = r"Compiling entry function '(\w+)' for 'sm_(\d+)a?'(.*?)Used (\d+) registers"
-    return [
-        KernelReport(source, architecture, name, int(registers), sum(map(int, re.findall(r"(\d+) bytes spill", text))))
-        for name, architecture, text, registers in re.findall(pattern, said, re.DOTALL)
-    ]
-
-
-def check_instructions(compiled: Path) -> None:
-    """Refuse an object file of gemm kernels of which one lacks an expected instruction."""
-    for text in disassemble(compiled):
-        missing = [instruction for instruction in _EXPECTED if instruction not in text]
-        if missing:
-            raise BuildError(f"{text.split(maxsplit=1)[0]} has no {' and no '.join(missing)}")
+            kernels = re.findall(pattern, compile_object(source, compiled, architectures), re.DOTALL)
+            for architecture in dict.fromkeys(kernel[1] for kernel in kernels):
+                mine = [kernel for kernel in kernels if kernel[1] == architecture]
+                spills = {name: sum(map(int, re.findall(r"(\d+) bytes spill", said))) for name, _, said, _ in mine}
+                spilling = [f"    {name}: {count} bytes" for name, count in spills.items() if count]
+                most, spilled = max(int(registers) for *_, registers in mine), spilled or bool(spilling)
+                counts = f"{len(mine)} kernels, up to {most} registers, {len(spilling)} spill"
+                lines += [f"{source.name} sm_{architecture}: {counts}", *spilling]
+            for text in disassemble(compiled) if source.stem == "gemm" and _find_cuobjdump() else ():
+                missing = [instruction for instruction in _EXPECTED if instruction not in text]
+                if missing:
+                    raise BuildError(f"{text.split(maxsplit=1)[0]} has no {' and no '.join(missing)}")
+    return "\n".join(lines) + "\n", not spilled
 
 
 def disassemble(compiled: Path) -> list[str]:
@@ -114,21 +96,10 @@ def disassemble(compiled: Path) -> list[str]:
     tool = _find_cuobjdump()
     if tool is None:
         raise BuildError("cuobjdump is neither on PATH nor beside nvcc nor in triton; install the CUDA toolkit's")
-    return re.split(r"^\s*Function : ", run([tool, "-sass", str(compiled)]), flags=re.MULTILINE)[1:]
+    return re.split(r"^\s*Function : ", _run([tool, "-sass", str(compiled)]), flags=re.MULTILINE)[1:]
 
 
-def summary(reports: Sequence[KernelReport]) -> str:
-    """Return one line per source and architecture, and one per kernel that spills."""
-    lines = []
-    for place in dict.fromkeys(report[:2] for report in reports):
-        kernels = [report for report in reports if report[:2] == place]
-        most, spilling = max(each.registers for each in kernels), [each for each in kernels if each.spill_bytes]
-        lines.append(f"{place[0]} sm_{place[1]}: {len(kernels)} kernels, up to {most} registers, {len(spilling)} spill")
-        lines += [f"    {each.name}: {each.spill_bytes} bytes" for each in spilling]
-    return "\n".join(lines) + "\n"
-
-
-def run(command: Sequence[str]) -> str:
+def _run(command: Sequence[str]) -> str:
     """Return what a command printed, on both channels.
 
     Raises:
@@ -149,14 +120,14 @@ def _nvcc(*arguments: str, architectures: Sequence[str], ptx: bool = False) -> s
     nvcc = find_nvcc()
     if nvcc is None:
         raise BuildError("nvcc is neither in CUDA_HOME nor on PATH nor in /usr/local/cuda; install the CUDA toolkit")
-    listed = run([str(nvcc), "--list-gpu-code"]).split()
+    listed = _run([str(nvcc), "--list-gpu-code"]).split()
     known = [each for each in architectures if f"sm_{each}" in listed]
     if not known:
         wanted = ", ".join(f"sm_{each}" for each in architectures)
         raise BuildError(f"{nvcc} knows none of {wanted}; use a CUDA toolkit of version 12.8 or later")
     codes = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in known]
     codes += [f"-gencode=arch=compute_{known[-1]},code=compute_{known[-1]}"] if ptx else []
-    return run([str(nvcc), *_FLAGS, *codes, *arguments])
+    return _run([str(nvcc), *_FLAGS, *codes, *arguments])
 
 
 def _find_cuobjdump() -> str | None:
@@ -178,9 +149,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="report registers and spills; writes nothing")
     options = parser.parse_args()
     if options.check:
-        reports = check(options.arch)
-        sys.stdout.write(summary(reports))
-        return int(any(report.spill_bytes for report in reports))
+        text, well = check(options.arch)
+        sys.stdout.write(text)
+        return 0 if well else 1
     if options.target is None:
         parser.error("a target or --check is needed")
     build(options.target, options.arch)

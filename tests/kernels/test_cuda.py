@@ -207,7 +207,7 @@ def test_gradients_reach_the_input(make_weight, place):
 
 def test_activations_that_do_not_fit_the_layer_are_refused(make_weight, place):
     device, _, kind = place
-    layer = kind(make_weight(device=device), random(64), torch.float16)
+    layer = kind(make_weight().to(device), random(64), torch.float16)
     for columns in (32, 160):
         with pytest.raises(ShapeError, match=f"x has {columns} columns on .*, and the layer takes 96 columns on"):
             layer(random(2, columns).half().to(device))
@@ -241,7 +241,7 @@ def test_activations_that_do_not_fit_the_layer_are_refused(make_weight, place):
 def test_operators_refuse_tensors_that_are_no_layer(make_weight, place, change, words):
     """Before a kernel could read beyond them."""
     device, _, kind = place
-    layer = kind(make_weight(bits=3, device=device), None, torch.float16)
+    layer = kind(make_weight(bits=3).to(device), None, torch.float16)
     given = {"x": torch.zeros(2, 96).half(), "weight": layer.weight, "scale": layer.scale, "zero": layer.zero}
     given |= {"bias": None, "bits": 3, "group_size": 32, "out_features": 64, **change}
     given = {name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in given.items()}
@@ -256,7 +256,7 @@ def test_operators_refuse_tensors_that_are_no_layer(make_weight, place, change, 
 
 def test_other_dtypes_devices_and_splits_are_refused(make_weight, place):
     device, _, kind = place
-    tensors, sizes = operands(kind(make_weight(device=device), None, torch.float16))
+    tensors, sizes = operands(kind(make_weight().to(device), None, torch.float16))
     with pytest.raises(ShapeError, match=r"torch\.float32 is asked for"):
         operators.dequantize(*tensors, *sizes, 96, torch.float32)
     with pytest.raises(ShapeError, match="the first operand is on cpu"):
@@ -268,7 +268,7 @@ def test_other_dtypes_devices_and_splits_are_refused(make_weight, place):
 @pytest.mark.parametrize("bits", [3, 8])
 def test_operators_pass_opcheck(make_weight, place, bits):
     device, _, kind = place
-    layer = kind(make_weight(bits, device=device), random(64), torch.float16)
+    layer = kind(make_weight(bits).to(device), random(64), torch.float16)
     tensors, sizes = operands(layer)
     for bias, split in ((None, None), (layer.bias, 1)):
         x = random(2, 3, 96).half().to(device)
@@ -278,7 +278,7 @@ def test_operators_pass_opcheck(make_weight, place, bits):
 
 def test_compiles_and_exports_into_one_graph_for_any_number_of_tokens(make_weight, place):
     device, _, kind = place
-    layer = kind(make_weight(3, index=shuffled(96, 32), device=device), random(64), torch.float16)
+    layer = kind(make_weight(3, index=shuffled(96, 32)).to(device), random(64), torch.float16)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch.no_grad():
         x = random(4, 96).half().to(device)
