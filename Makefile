@@ -1,7 +1,8 @@
 # Everything sets itself up: `make demo` and `make test` need no more than Python 3.10 or later.
-#   make test      the tests
+#   make test      the tests that take little time
+#   make test-all  all tests
 #   make demo      quantize the example model at 4, 3 and 2 bits, reload it and measure it
-#   make check     what CI runs: ruff, mypy, tests
+#   make check     what CI runs: ruff, mypy, `make test`
 #   make sanitize  the CUDA kernels on the emulator under AddressSanitizer and UBSan (needs g++)
 #   make clients   load our checkpoints with other programs, in environments of their own (long)
 # PYTHON is the interpreter that makes the environment, VENV where it goes.
@@ -13,7 +14,7 @@ python := $(VENV)/bin/python
 # pip writes the command on installing, so it also tells when that was done.
 installed := $(VENV)/bin/gptqkit
 
-.PHONY: setup test demo check sanitize clients clean
+.PHONY: setup test test-all demo check sanitize clients clean
 
 setup: $(installed)
 
@@ -23,6 +24,9 @@ $(installed): pyproject.toml setup.py constraints.txt
 	touch $@
 
 test: $(installed)
+	$(python) -m pytest -m "not slow"
+
+test-all: $(installed)
 	$(python) -m pytest
 
 demo: $(installed)
@@ -32,11 +36,11 @@ check: $(installed)
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
-	$(python) -m pytest
+	@$(MAKE) --no-print-directory test
 
 # Python does not give all its memory back, so leaks are not looked for.
 sanitize: $(installed)
-	$(python) kernels/build.py build/sanitize/libgptqkit_emulator.so --emulator --sanitize
+	$(python) tests/support/emulator.py build/sanitize/libgptqkit_emulator.so --sanitize
 	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		$(python) tests/support/kernel_cases.py build/sanitize/libgptqkit_emulator.so
 
