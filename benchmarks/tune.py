@@ -1,4 +1,4 @@
-"""Measure this GPU's constants (`kernels/tuning.py`) and write them to kernels/devices/<its name>.json.
+"""Measure this GPU's constants (`Tuning` in kernels/ops.py) and write them to kernels/devices/<its name>.json.
 
     python benchmarks/tune.py [--dry-run]
 
@@ -19,8 +19,7 @@ import torch
 from layers import random_operands
 from timing import clone_tensors, copies_past_cache, describe, find_gpu, graph_time
 
-from gptqkit.kernels.ops import Launcher, launcher_for
-from gptqkit.kernels.tuning import BITS, FOLDER, file_name
+from gptqkit.kernels.ops import BITS, DEVICES, Launcher, file_name, launcher_for
 
 SHAPES = ((4096, 4096), (4096, 14336), (8192, 28672), (1024, 4096))  # (out, in)
 FEW = (1, 8, 16)
@@ -114,8 +113,8 @@ def main() -> None:
     text = json.dumps(content, indent=2) + "\n"
     print(text)
     if not arguments.dry_run:
-        FOLDER.mkdir(exist_ok=True)
-        (FOLDER / file_name(str(measured["device"]))).write_text(text)
+        DEVICES.mkdir(exist_ok=True)
+        (DEVICES / file_name(str(measured["device"]))).write_text(text)
 
 
 if __name__ == "__main__":

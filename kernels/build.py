@@ -3,7 +3,8 @@
     python kernels/build.py TARGET [--arch 90]     the library, for all architectures or for some
     python kernels/build.py --check [--arch 90]    every source: no spilled registers, the expected instructions
 
-`setup.py` loads this file by its path before gptqkit or torch are there, so it needs Python and nvcc alone.
+`setup.py` loads this file by its path before gptqkit or torch are there, so it needs Python and nvcc alone. What cannot
+be done is a `BuildError`: there is no such tool, or it refuses a source.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ ARCHITECTURES = ("80", "89", "90", "120", "100")
 """Compute capabilities that the library holds machine code for; the last also as PTX, for 11.0 and later ones."""
 
 _FLAGS = ("-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden", "--threads", "0")
-_EXPECTED = ("HMMA.16816.F32", "LDGSTS")
-"""What every gemm kernel must contain: the tensor cores' product and the asynchronous copy."""
+_EXPECTED = ("HMMA.16816.F32", "LDGSTS")  # of every gemm kernel: the tensor cores' product, the asynchronous copy
 
 
 class BuildError(RuntimeError):
@@ -40,94 +40,37 @@ def find_nvcc() -> Path | None:
 
 
 def build(target: Path, architectures: Sequence[str] = ARCHITECTURES) -> None:
-    """Compile all sources into the shared library `target`, whose folder is made if need be.
-
-    Raises:
-        BuildError: There is no nvcc, or it refuses the sources.
-    """
+    """Compile all sources into the shared library `target`, whose folder is made if need be."""
     target.parent.mkdir(parents=True, exist_ok=True)
     # Compressed machine code: the library is read once per process, and a wheel carries it.
-    linking = ["-cudart", "static", "-shared", "--compress-mode=size"]
-    _nvcc(*linking, *map(str, sorted(SOURCES.glob("*.cu"))), "-o", str(target), architectures=architectures, ptx=True)
+    linking = ["-cudart", "static", "-shared", "--compress-mode=size", "-o", str(target)]
+    _nvcc(*linking, *map(str, sorted(SOURCES.glob("*.cu"))), architectures=architectures, ptx=True)
 
 
-def compile_object(source: Path, target: Path, architectures: Sequence[str] = ARCHITECTURES) -> str:
-    """Compile one source into the object file `target`; return what ptxas says of its kernels.
-
-    Raises:
-        BuildError: There is no nvcc, or it refuses the source.
-    """
-    return _nvcc("-Xptxas", "-v", "-c", str(source), "-o", str(target), architectures=architectures)
+def compile_object(source: Path, target: Path, architectures: Sequence[str] = ARCHITECTURES) -> None:
+    """Compile one source into the object file `target`; spilled registers are an error."""
+    strict = ("-Xptxas", "--warn-on-spills,-Werror")
+    _nvcc(*strict, "-c", str(source), "-o", str(target), architectures=architectures)
 
 
-def check(architectures: Sequence[str] = ARCHITECTURES) -> tuple[str, bool]:
-    """Compile every source; return a line for each on every architecture, and whether no kernel spills registers.
-
-    Raises:
-        BuildError: There is no nvcc, a source does not compile, or a gemm kernel lacks an instruction that it is made
-            of (looked for where cuobjdump is found).
-    """
-    pattern = r"Compiling entry function '(\w+)' for 'sm_(\d+)a?'(.*?)Used (\d+) registers"
-    lines, spilled = [], False
+def check(architectures: Sequence[str] = ARCHITECTURES) -> None:
+    """Compile every source, and look for the instructions that gemm kernels are made of where cuobjdump is found."""
     with tempfile.TemporaryDirectory() as folder:
         for source in sorted(SOURCES.glob("*.cu")):
             compiled = Path(folder, source.stem + ".o")
-            kernels = re.findall(pattern, compile_object(source, compiled, architectures), re.DOTALL)
-            for architecture in dict.fromkeys(kernel[1] for kernel in kernels):
-                mine = [kernel for kernel in kernels if kernel[1] == architecture]
-                spills = {name: sum(map(int, re.findall(r"(\d+) bytes spill", said))) for name, _, said, _ in mine}
-                spilling = [f"    {name}: {count} bytes" for name, count in spills.items() if count]
-                most, spilled = max(int(registers) for *_, registers in mine), spilled or bool(spilling)
-                counts = f"{len(mine)} kernels, up to {most} registers, {len(spilling)} spill"
-                lines += [f"{source.name} sm_{architecture}: {counts}", *spilling]
+            compile_object(source, compiled, architectures)
             for text in disassemble(compiled) if source.stem == "gemm" and _find_cuobjdump() else ():
                 missing = [instruction for instruction in _EXPECTED if instruction not in text]
                 if missing:
                     raise BuildError(f"{text.split(maxsplit=1)[0]} has no {' and no '.join(missing)}")
-    return "\n".join(lines) + "\n", not spilled
 
 
 def disassemble(compiled: Path) -> list[str]:
-    """Return the machine code of each kernel of an object file; a text begins with the kernel's mangled name.
-
-    Raises:
-        BuildError: There is no cuobjdump.
-    """
+    """Return the machine code of each kernel of an object file; a text begins with the kernel's mangled name."""
     tool = _find_cuobjdump()
     if tool is None:
         raise BuildError("cuobjdump is neither on PATH nor beside nvcc nor in triton; install the CUDA toolkit's")
     return re.split(r"^\s*Function : ", _run([tool, "-sass", str(compiled)]), flags=re.MULTILINE)[1:]
-
-
-def _run(command: Sequence[str]) -> str:
-    """Return what a command printed, on both channels.
-
-    Raises:
-        BuildError: It is not there or failed.
-    """
-    try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    except OSError as error:
-        raise BuildError(f"{command[0]} cannot be run: {error}") from error
-    if done.returncode:
-        words = done.stdout[:8000]  # the first error counts; what follows from it can fill many screens
-        raise BuildError(f"{' '.join(command)} ended with status {done.returncode}:\n{words}")
-    return done.stdout
-
-
-def _nvcc(*arguments: str, architectures: Sequence[str], ptx: bool = False) -> str:
-    """Run nvcc for those of `architectures` that it knows, with PTX for later ones or without; return what it said."""
-    nvcc = find_nvcc()
-    if nvcc is None:
-        raise BuildError("nvcc is neither in CUDA_HOME nor on PATH nor in /usr/local/cuda; install the CUDA toolkit")
-    listed = _run([str(nvcc), "--list-gpu-code"]).split()
-    known = [each for each in architectures if f"sm_{each}" in listed]
-    if not known:
-        wanted = ", ".join(f"sm_{each}" for each in architectures)
-        raise BuildError(f"{nvcc} knows none of {wanted}; use a CUDA toolkit of version 12.8 or later")
-    codes = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in known]
-    codes += [f"-gencode=arch=compute_{known[-1]},code=compute_{known[-1]}"] if ptx else []
-    return _run([str(nvcc), *_FLAGS, *codes, *arguments])
 
 
 def _find_cuobjdump() -> str | None:
@@ -141,22 +84,51 @@ def _find_cuobjdump() -> str | None:
     return shutil.which("cuobjdump") or next(beside, None)
 
 
-def main() -> int:
-    """Run the command line; return 0, or 1 where a kernel spills."""
+def _nvcc(*arguments: str, architectures: Sequence[str], ptx: bool = False) -> None:
+    """Run nvcc for those of `architectures` that it knows, with PTX for later ones or without."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise BuildError("nvcc is neither in CUDA_HOME nor on PATH nor in /usr/local/cuda; install the CUDA toolkit")
+    listed = _run([str(nvcc), "--list-gpu-code"]).split()
+    known = [each for each in architectures if f"sm_{each}" in listed]
+    if not known:
+        wanted = ", ".join(f"sm_{each}" for each in architectures)
+        raise BuildError(f"{nvcc} knows none of {wanted}; use a CUDA toolkit of version 12.8 or later")
+    codes = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in known]
+    codes += [f"-gencode=arch=compute_{known[-1]},code=compute_{known[-1]}"] if ptx else []
+    _run([str(nvcc), *_FLAGS, *codes, *arguments])
+
+
+def _run(command: Sequence[str]) -> str:
+    """Return what a command printed, on both channels."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    except OSError as error:
+        raise BuildError(f"{command[0]} cannot be run: {error}") from error
+    if done.returncode:
+        words = done.stdout[:8000]  # the first error counts; what follows from it can fill many screens
+        raise BuildError(f"{' '.join(command)} ended with status {done.returncode}:\n{words}")
+    return done.stdout
+
+
+def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Compile or check the CUDA sources.")
     parser.add_argument("target", type=Path, nargs="?", help="the shared library to write")
     parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, metavar="CAPABILITY", help="as in 90; default: all")
-    parser.add_argument("--check", action="store_true", help="report registers and spills; writes nothing")
+    parser.add_argument("--check", action="store_true", help="look for spilled registers; writes nothing")
     options = parser.parse_args()
-    if options.check:
-        text, well = check(options.arch)
-        sys.stdout.write(text)
-        return 0 if well else 1
-    if options.target is None:
+    if options.target is None and not options.check:
         parser.error("a target or --check is needed")
-    build(options.target, options.arch)
-    return 0
+    try:
+        if options.check:
+            check(options.arch)
+            sys.stdout.write("no kernel spills registers\n")
+        else:
+            build(options.target, options.arch)
+    except BuildError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from gptqkit.kernels.tuning import BITS, tuning_for
+from gptqkit.kernels.ops import BITS, tuning_for
 from support.emulation import Emulation
 
 Load = Callable[[str], ModuleType]
@@ -84,7 +84,7 @@ def test_tune(load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setattr(module, "SHAPES", ((64, 1024), (128, 128)))
     monkeypatch.setattr(module, "DENSE_SHAPES", ((128, 128),))
     monkeypatch.setattr(module, "DENSE_ROWS", (120,))
-    monkeypatch.setattr(module, "FOLDER", tmp_path)
+    monkeypatch.setattr(module, "DEVICES", tmp_path)
     run(module, monkeypatch)
     (path,) = tmp_path.iterdir()
     assert path.name == "emulated-gpu.json"

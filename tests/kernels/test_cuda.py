@@ -12,10 +12,10 @@ from torch.export import Dim
 from torch.nn.functional import linear as dense_product
 
 from gptqkit.errors import BackendError, ShapeError
+from gptqkit.kernels import ops
 from gptqkit.kernels.cuda import CudaLinear, unfit
 from gptqkit.kernels.linear import TorchLinear, make_linear
-from gptqkit.kernels.ops import launcher_for
-from gptqkit.kernels.tuning import BITS, Tuning, file_name, tuning_for
+from gptqkit.kernels.ops import BITS, Launcher, Tuning, file_name, launcher_for, tuning_for
 
 DTYPES = (torch.float16, torch.bfloat16)
 # Of a dense product's. Measured: 0.6 to 0.9 for up to 16 tokens, whose weights are not rounded, 1.0 for more.
@@ -134,8 +134,9 @@ def test_long_groups_lose_nothing_where_activations_are_not_centred(make_weight,
 
 @pytest.mark.parametrize("act_order", [False, True], ids=["", "act_order"])
 def test_layer_takes_any_number_and_layout_of_rows(make_weight, place, act_order, monkeypatch):
-    device, _, kind = place
-    monkeypatch.setattr(Tuning, "dense_rows", lambda *_: 64)  # the dense path works through a small buffer
+    device, launcher, kind = place
+    monkeypatch.setattr(ops, "LEAST_DENSE_ROWS", 64)  # the dense path works through a small buffer
+    monkeypatch.setattr(launcher, "tuning", dataclasses.replace(launcher.tuning, dense_bytes=1))
     weight = make_weight(3, 100, 256, 128, index=shuffled(256, 128) if act_order else None)
     bias = torch.randn(100)
     for dtype in DTYPES:
@@ -345,18 +346,15 @@ def test_choice_on_a_gpu(make_weight, gpu, monkeypatch):
     refused("no nvcc")
 
 
-def test_constants_of_a_device_keep_to_what_it_can_hold(tmp_path):
-    for constants in (Tuning(), *(tuning_for(path.stem) for path in tmp_path.glob("*.json"))):
-        assert set(constants.crossover) == set(BITS)
-        for columns in (32, 1000, 4096, 8192, 28672):
-            rows = constants.dense_rows(2 * columns)
-            assert rows % 256 == 0
-            assert rows == 1024 or 0 <= constants.dense_bytes - rows * 2 * columns < 256 * 2 * columns
-        for tiles, columns in product((1, 16, 64, 448, 10_000), (32, 4096, 28672)):
-            split = constants.split(tiles, columns, 132)
-            assert 1 <= split <= 64
-            assert split == 1 or columns // split >= constants.least_inputs_per_block
-    assert Tuning().split(64, 4096, 132) == 4
-    assert Tuning().split(448, 8192, 132) == 1
+def test_split_comes_near_what_a_device_can_hold(emulation):
+    launcher = Launcher(emulation.launcher.library, torch.device("cpu"), Tuning(), 132)
+    least = launcher.tuning.least_inputs_per_block
+    for rows, outputs, inputs in product((1, 16, 100), (64, 1024, 28672, 640_000), (32, 4096, 28672)):
+        split = launcher.choose_split(4, rows, outputs, inputs)
+        assert 1 <= split <= 64
+        assert split == 1 or inputs // split >= least
+    assert launcher.choose_split(4, 1, 4096, 4096) == 4
+    assert launcher.choose_split(4, 1, 28672, 8192) == 1
+    assert launcher.choose_split(4, 1 << 20, 4096, 4096) == 0
     assert tuning_for("no such GPU") == Tuning()
     assert file_name("NVIDIA H200") == "nvidia-h200.json"

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from gptqkit.kernels import locks as module
-from gptqkit.kernels.locks import LOCKS, USERS, Locks
+from gptqkit.kernels import ops
+from gptqkit.kernels.ops import LOCKS, USERS, Locks
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def capture(gpu, monkeypatch):  # noqa: ARG001
         number = None
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Capture.number is not None)
-    monkeypatch.setattr(module, "_capture_number", lambda _: Capture.number)
+    monkeypatch.setattr(ops, "_capture_number", lambda _: Capture.number)
     return Capture
 
 
