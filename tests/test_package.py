@@ -40,6 +40,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_wheel_holds_every_source_file_once_and_nothing_else(wheel: Path, root: Path) -> None:
     expected = {f"gptqkit/{file.name}" for file in (root / "src" / "gptqkit").glob("*.py")} | {"gptqkit/py.typed"}
     for name in SUBPACKAGES:
@@ -49,6 +50,7 @@ def test_wheel_holds_every_source_file_once_and_nothing_else(wheel: Path, root: 
     assert sorted(names) == sorted(expected)
 
 
+@pytest.mark.slow
 def test_wheel_with_kernels_serves_every_python_of_the_platform(sources: Path, tmp_path: Path) -> None:
     copy = tmp_path / "sources"
     shutil.copytree(sources, copy, symlinks=True, ignore=shutil.ignore_patterns("build", "*.egg-info"))
@@ -60,6 +62,7 @@ def test_wheel_with_kernels_serves_every_python_of_the_platform(sources: Path, t
     assert zipfile.ZipFile(path).read("gptqkit/kernels/libgptqkit.so") == b"kernels"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["auto", "required"])
 def test_kernels_that_do_not_compile_stop_the_build_only_where_required(
     sources: Path, tmp_path: Path, kernels: str
@@ -78,6 +81,7 @@ def test_kernels_that_do_not_compile_stop_the_build_only_where_required(
         assert "gptqkit/kernels/libgptqkit.so" not in names
 
 
+@pytest.mark.slow
 def test_every_installed_module_imports_from_there(installed: Path, all_module_names: list[str]) -> None:
     imports = f"import importlib\nfor name in {all_module_names!r}: importlib.import_module(name)"
     where = "import sys\nprint(*sorted({m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'gptqkit' "
@@ -87,6 +91,7 @@ def test_every_installed_module_imports_from_there(installed: Path, all_module_n
     assert all(Path(file).is_relative_to(installed) for file in files)
 
 
+@pytest.mark.slow
 def test_wheel_installs_the_command_with_the_stated_version(installed: Path) -> None:
     output = _run(str(installed / "bin" / "gptqkit"), "--version", path=installed)
     [metadata] = installed.glob("gptqkit-*.dist-info/METADATA")
@@ -95,6 +100,7 @@ def test_wheel_installs_the_command_with_the_stated_version(installed: Path) -> 
     assert output.strip() == f"gptqkit {version[1]}"
 
 
+@pytest.mark.slow
 def test_wheel_carries_the_licence(installed: Path, root: Path) -> None:
     [licence] = installed.glob("gptqkit-*.dist-info/licenses/LICENSE")
     assert licence.read_bytes() == (root / "LICENSE").read_bytes()

@@ -14,9 +14,7 @@ from gptqkit.quantizer.quantized import QuantizedWeight
 def make_weight():
     """Makes a random weight; `zeros` span 0 ... 2^bits - 1, from `least_zero` on, or are the one number given."""
 
-    def make(
-        bits=4, rows=64, columns=96, group_size=32, least_zero=0, zeros=None, scale=None, index=None, device="cpu", seed=0
-    ):
+    def make(bits=4, rows=64, columns=96, group_size=32, least_zero=0, zeros=None, scale=None, index=None, seed=0):
         generator = torch.Generator().manual_seed(seed)
         groups = -(-columns // group_size)
         codes = torch.randint(0, 2**bits, (rows, columns), generator=generator, dtype=torch.uint8)
@@ -24,7 +22,7 @@ def make_weight():
             scale = (torch.rand(rows, groups, generator=generator) / 50 + 1e-3).half().float()
         zero = torch.randint(least_zero, least_zero + 2**bits, scale.shape, generator=generator)
         zero = zero if zeros is None else torch.full_like(zero, zeros)
-        weight = QuantizedWeight(
+        return QuantizedWeight(
             codes=codes,
             scale=scale,
             offset=-(zero * scale),
@@ -33,7 +31,6 @@ def make_weight():
             group_size=group_size,
             sym=False,
         )
-        return weight.to(device)
 
     return make
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from gptqkit.kernels.ops import BITS, tuning_for
 from support.emulation import Emulation
 
 Load = Callable[[str], ModuleType]
@@ -28,7 +29,7 @@ def run_once(work: Callable[[Any], object], operands: list[Any], **_: object) ->
 def load(root: Path, emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> Load:
     """Imports a benchmark, with the CPU for a GPU that does everything in one second."""
     monkeypatch.syspath_prepend(str(root / "benchmarks"))
-    for name in ("timing", "layers", "decoder", "gemm", "model", "tune"):
+    for name in ("timing", "layers", "decoder", "gemm", "model", "tune", "sanitize"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     timing = importlib.import_module("timing")
     monkeypatch.setattr(timing, "find_gpu", lambda _: torch.device("cpu"))
@@ -42,6 +43,7 @@ def load(root: Path, emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> L
     def load(name: str) -> ModuleType:
         module = importlib.import_module(name)
         monkeypatch.setattr(module, "launcher_for", lambda _: emulation.launcher, raising=False)
+        monkeypatch.setattr(module, "CudaLinear", emulation.linear, raising=False)
         return module
 
     return load
@@ -77,19 +79,26 @@ def test_model(load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     ]
 
 
-def test_tune(load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, emulation: Emulation) -> None:
-    from gptqkit.kernels.tuning import read_tuning
-
+def test_tune(load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module = load("tune")
-    monkeypatch.setattr(emulation.launcher, "tuning", emulation.launcher.tuning)  # back again at the end
     monkeypatch.setattr(module, "SHAPES", ((64, 1024), (128, 128)))
     monkeypatch.setattr(module, "DENSE_SHAPES", ((128, 128),))
     monkeypatch.setattr(module, "DENSE_ROWS", (120,))
-    monkeypatch.setattr(module, "FOLDER", tmp_path)
+    monkeypatch.setattr(module, "DEVICES", tmp_path)
     run(module, monkeypatch)
     (path,) = tmp_path.iterdir()
     assert path.name == "emulated-gpu.json"
-    assert read_tuning(path).crossover == dict.fromkeys((2, 3, 4, 8), module.MANY[0])
+    assert tuning_for("Emulated GPU", tmp_path).crossover == dict.fromkeys(BITS, module.MANY[0])
+
+
+def test_sanitize(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load("sanitize")
+    monkeypatch.setattr(module, "BITS", (3,))
+    monkeypatch.setattr(module, "OUTPUTS", 32)
+    monkeypatch.setattr(module, "COLUMNS", (48,))
+    device = torch.device("cpu")
+    module.run_products(device)
+    module.run_sweeps(device, module.launcher_for(device).library)
 
 
 def test_without_a_gpu_they_say_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ from torch.export import Dim
 from torch.nn.functional import linear as dense_product
 
 from gptqkit.errors import BackendError, ShapeError
+from gptqkit.kernels import ops
 from gptqkit.kernels.cuda import CudaLinear, unfit
 from gptqkit.kernels.linear import TorchLinear, make_linear
-from gptqkit.kernels.ops import launcher_for
-from gptqkit.kernels.tuning import BITS, Tuning, file_name, tuning_for
+from gptqkit.kernels.ops import BITS, Launcher, Tuning, file_name, launcher_for, tuning_for
 
 DTYPES = (torch.float16, torch.bfloat16)
 # Of a dense product's. Measured: 0.6 to 0.9 for up to 16 tokens, whose weights are not rounded, 1.0 for more.
@@ -134,8 +134,9 @@ def test_long_groups_lose_nothing_where_activations_are_not_centred(make_weight,
 
 @pytest.mark.parametrize("act_order", [False, True], ids=["", "act_order"])
 def test_layer_takes_any_number_and_layout_of_rows(make_weight, place, act_order, monkeypatch):
-    device, _, kind = place
-    monkeypatch.setattr(Tuning, "dense_rows", lambda *_: 64)  # the dense path works through a small buffer
+    device, launcher, kind = place
+    monkeypatch.setattr(ops, "LEAST_DENSE_ROWS", 64)  # the dense path works through a small buffer
+    monkeypatch.setattr(launcher, "tuning", dataclasses.replace(launcher.tuning, dense_bytes=1))
     weight = make_weight(3, 100, 256, 128, index=shuffled(256, 128) if act_order else None)
     bias = torch.randn(100)
     for dtype in DTYPES:
@@ -207,7 +208,7 @@ def test_gradients_reach_the_input(make_weight, place):
 
 def test_activations_that_do_not_fit_the_layer_are_refused(make_weight, place):
     device, _, kind = place
-    layer = kind(make_weight(device=device), random(64), torch.float16)
+    layer = kind(make_weight().to(device), random(64), torch.float16)
     for columns in (32, 160):
         with pytest.raises(ShapeError, match=f"x has {columns} columns on .*, and the layer takes 96 columns on"):
             layer(random(2, columns).half().to(device))
@@ -241,7 +242,7 @@ def test_activations_that_do_not_fit_the_layer_are_refused(make_weight, place):
 def test_operators_refuse_tensors_that_are_no_layer(make_weight, place, change, words):
     """Before a kernel could read beyond them."""
     device, _, kind = place
-    layer = kind(make_weight(bits=3, device=device), None, torch.float16)
+    layer = kind(make_weight(bits=3).to(device), None, torch.float16)
     given = {"x": torch.zeros(2, 96).half(), "weight": layer.weight, "scale": layer.scale, "zero": layer.zero}
     given |= {"bias": None, "bits": 3, "group_size": 32, "out_features": 64, **change}
     given = {name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in given.items()}
@@ -256,7 +257,7 @@ def test_operators_refuse_tensors_that_are_no_layer(make_weight, place, change, 
 
 def test_other_dtypes_devices_and_splits_are_refused(make_weight, place):
     device, _, kind = place
-    tensors, sizes = operands(kind(make_weight(device=device), None, torch.float16))
+    tensors, sizes = operands(kind(make_weight().to(device), None, torch.float16))
     with pytest.raises(ShapeError, match=r"torch\.float32 is asked for"):
         operators.dequantize(*tensors, *sizes, 96, torch.float32)
     with pytest.raises(ShapeError, match="the first operand is on cpu"):
@@ -268,7 +269,7 @@ def test_other_dtypes_devices_and_splits_are_refused(make_weight, place):
 @pytest.mark.parametrize("bits", [3, 8])
 def test_operators_pass_opcheck(make_weight, place, bits):
     device, _, kind = place
-    layer = kind(make_weight(bits, device=device), random(64), torch.float16)
+    layer = kind(make_weight(bits).to(device), random(64), torch.float16)
     tensors, sizes = operands(layer)
     for bias, split in ((None, None), (layer.bias, 1)):
         x = random(2, 3, 96).half().to(device)
@@ -278,7 +279,7 @@ def test_operators_pass_opcheck(make_weight, place, bits):
 
 def test_compiles_and_exports_into_one_graph_for_any_number_of_tokens(make_weight, place):
     device, _, kind = place
-    layer = kind(make_weight(3, index=shuffled(96, 32), device=device), random(64), torch.float16)
+    layer = kind(make_weight(3, index=shuffled(96, 32)).to(device), random(64), torch.float16)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch.no_grad():
         x = random(4, 96).half().to(device)
@@ -345,18 +346,15 @@ def test_choice_on_a_gpu(make_weight, gpu, monkeypatch):
     refused("no nvcc")
 
 
-def test_constants_of_a_device_keep_to_what_it_can_hold(tmp_path):
-    for constants in (Tuning(), *(tuning_for(path.stem) for path in tmp_path.glob("*.json"))):
-        assert set(constants.crossover) == set(BITS)
-        for columns in (32, 1000, 4096, 8192, 28672):
-            rows = constants.dense_rows(2 * columns)
-            assert rows % 256 == 0
-            assert rows == 1024 or 0 <= constants.dense_bytes - rows * 2 * columns < 256 * 2 * columns
-        for tiles, columns in product((1, 16, 64, 448, 10_000), (32, 4096, 28672)):
-            split = constants.split(tiles, columns, 132)
-            assert 1 <= split <= 64
-            assert split == 1 or columns // split >= constants.least_inputs_per_block
-    assert Tuning().split(64, 4096, 132) == 4
-    assert Tuning().split(448, 8192, 132) == 1
+def test_split_comes_near_what_a_device_can_hold(emulation):
+    launcher = Launcher(emulation.launcher.library, torch.device("cpu"), Tuning(), 132)
+    least = launcher.tuning.least_inputs_per_block
+    for rows, outputs, inputs in product((1, 16, 100), (64, 1024, 28672, 640_000), (32, 4096, 28672)):
+        split = launcher.choose_split(4, rows, outputs, inputs)
+        assert 1 <= split <= 64
+        assert split == 1 or inputs // split >= least
+    assert launcher.choose_split(4, 1, 4096, 4096) == 4
+    assert launcher.choose_split(4, 1, 28672, 8192) == 1
+    assert launcher.choose_split(4, 1 << 20, 4096, 4096) == 0
     assert tuning_for("no such GPU") == Tuning()
     assert file_name("NVIDIA H200") == "nvidia-h200.json"

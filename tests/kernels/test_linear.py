@@ -74,9 +74,9 @@ def test_any_offset_and_scale_gives_the_values_of_the_definition(make_weight):
 def test_torch_backend_takes_the_memory_of_a_packed_file(make_weight, bits, group_size, least_zero):
     weight = make_weight(bits, 256, 256, group_size, least_zero=least_zero)
     file = 256 * 256 * bits / 8 + weight.scale.numel() * (2 + bits / 8)
-    assert buffer_bytes(TorchLinear(weight, None, torch.float16)) == file
+    assert buffer_bytes(TorchLinear(weight, None, torch.float16)) == file + 2  # the least zero
     shuffled = dataclasses.replace(weight, group_index=weight.group_index.flip(0))
-    assert buffer_bytes(TorchLinear(shuffled, None, torch.float16)) == file + 4 * 256
+    assert buffer_bytes(TorchLinear(shuffled, None, torch.float16)) == file + 2 + 4 * 256
 
 
 def test_cpu_backend_keeps_the_dense_weight_alone(make_weight):

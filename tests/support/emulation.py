@@ -4,10 +4,9 @@ import torch
 
 from gptqkit.kernels import cuda, ops
 from gptqkit.kernels.library import KernelLibrary
-from gptqkit.kernels.tuning import Tuning
 
 # Splits K = 128 already, so that small layers see everything.
-TUNING = Tuning(least_inputs_per_block=64, crossover=dict.fromkeys((2, 3, 4, 8), 100))
+TUNING = ops.Tuning(least_inputs_per_block=64, crossover=dict.fromkeys((2, 3, 4, 8), 100))
 
 
 class Emulation:

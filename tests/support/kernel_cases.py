@@ -143,9 +143,10 @@ class Kernels:
     def __init__(self, path):
         self.handle = ctypes.CDLL(str(path))
         self.handle.gptqkit_error.restype = self.handle.gptqkit_emulator_traffic.restype = c_char_p
-        self.handle.gptqkit_workspace.argtypes = [c_int] * 4 + [POINTER(c_int64)] * 2
-        self.handle.gptqkit_gemm.argtypes = [c_int] * 2 + [c_void_p, c_int64] + [c_void_p] * 7 + [c_int] * 5 + [c_void_p]
-        self.handle.gptqkit_dequantize.argtypes = [c_int] * 2 + [c_void_p] * 4 + [c_int] * 5 + [c_void_p]
+        i, p = c_int, c_void_p
+        self.handle.gptqkit_workspace.argtypes = [i] * 4 + [POINTER(c_int64)] * 2
+        self.handle.gptqkit_gemm.argtypes = [i, i, p, c_int64, *[p] * 7, *[i] * 5, p]
+        self.handle.gptqkit_dequantize.argtypes = [i, i, *[p] * 4, *[i] * 5, p]
 
     def call(self, name, *arguments):
         pointers = (each.ctypes.data if isinstance(each, np.ndarray) else each for each in arguments)
