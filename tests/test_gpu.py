@@ -5,7 +5,7 @@ import torch
 
 import gptqkit
 from support.models import build, samples, save
-from support.pipeline import assert_close, dequantized, outputs, quantize, weights
+from support.pipeline import assert_close, dequantized, outputs, quantize
 
 SMALL = samples(4, 16)  # which the simulation needs
 
@@ -29,34 +29,81 @@ def test_operands_on_two_devices_are_refused(gpu, mix):
     mix(there.to(gpu), there.to(gpu))
 
 
-@pytest.mark.parametrize(
-    ("name", "method", "settings", "activations"),
-    [
-        ("llama", "rtn", {}, "auto"),
-        ("llama", "gptq", {"lm_head": True, "desc_act": True}, "memory"),
-        ("qwen2", "gptaq", {"true_sequential": False}, "disk"),
-        ("mixtral", "gptq", {}, "device"),
-        ("gpt_oss", "gptaq", {}, "device"),
-        ("llava", "gptaq", {}, "auto"),
-        ("bert", "gptq", {}, "auto"),
-    ],
-)
-def test_what_a_gpu_quantizes_is_as_good_as_on_a_cpu_and_is_what_is_loaded(
-    gpu, name, method, settings, activations, tmp_path
-):
-    changes = {"tie_word_embeddings": False} if settings.get("lm_head") else {}
-    save(build(name, **changes).bfloat16(), tmp_path / "model")
-    run = {"activations": activations}
-    errors = []
-    for device in ("cpu", gpu):
-        where = {**run, "device": device}
-        report = quantize(tmp_path / "model", tmp_path / device, SMALL, method=method, run=where, **settings).report
-        errors.append({module.name: module.error for module in report.modules})
-        assert report.device == device
+CASES = [
+    ("llama", {"method": "rtn"}, "auto"),
+    ("llama", {"method": "gptq", "lm_head": True, "desc_act": True}, "memory"),
+    ("qwen2", {"method": "gptaq", "true_sequential": False}, "disk"),
+    pytest.param(("mixtral", {"method": "gptq"}, "device"), marks=pytest.mark.slow),
+    ("gpt_oss", {"method": "gptaq"}, "device"),
+    ("llava", {"method": "gptaq"}, "auto"),
+    ("bert", {"method": "gptq"}, "auto"),
+]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1]['method']}")
+def on_cpu(request, tmp_path):
+    """A model in files, and what it is quantized with and to on the CPU, where nothing is simulated."""
+    name, settings, activations = request.param
+    model = build(name, **({"tie_word_embeddings": False} if settings.get("lm_head") else {}))
+    save(model.bfloat16(), tmp_path / "model")
+    result = quantize(tmp_path / "model", tmp_path / "cpu", SMALL, run={"activations": activations}, **settings)
+    return result, settings, activations
+
+
+def test_what_a_gpu_quantizes_is_as_good_as_on_a_cpu_and_is_what_is_loaded(on_cpu, gpu, tmp_path):
+    expected, settings, activations = on_cpu
+    run = {"activations": activations, "device": gpu}
+    found = quantize(tmp_path / "model", tmp_path / gpu, SMALL, run=run, **settings)
+    assert (expected.report.device, found.report.device) == ("cpu", "cuda")
+    errors = [{module.name: module.error for module in result.report.modules} for result in (expected, found)]
     assert errors[0].keys() == errors[1].keys()
     assert sum(errors[1].values()) == pytest.approx(sum(errors[0].values()), rel=0.05)
-    assert weights(tmp_path / gpu).keys() == weights(tmp_path / "cpu").keys()
-    theirs = outputs(dequantized(tmp_path / gpu, tmp_path / "model", tmp_path / "dense"), SMALL)
     loaded, _ = gptqkit.load(tmp_path / gpu, device=gpu, backend="torch", dtype="float32")
-    assert loaded.device.type == "cuda"
-    assert_close(outputs(loaded, SMALL).cpu(), theirs, rtol=1e-3)
+    assert {tensor.device.type for tensor in loaded.state_dict().values()} == {"cuda"}
+    theirs = dequantized(tmp_path / gpu, tmp_path / "model", tmp_path / "dense")
+    assert_close(outputs(loaded, SMALL).cpu(), outputs(theirs, SMALL), rtol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(example_model, small_text, tmp_path_factory):
+    """The example model at 3 bits, asymmetric, with act-order: everything at once."""
+    out = tmp_path_factory.mktemp("example") / "q"
+    config = gptqkit.QuantizeConfig(bits=3, group_size=64, sym=False, desc_act=True)
+    source = gptqkit.Calibration([small_text], samples=4, sequence_length=64)
+    return gptqkit.quantize(example_model, source, out, config, run=gptqkit.Run(device="cpu")).path
+
+
+@pytest.mark.parametrize("batch_size", [1, 8], ids=["fused", "dense"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 1e-3), ("bfloat16", 1e-2)])
+@pytest.mark.parametrize("length", [16, *(pytest.param(each, marks=pytest.mark.gpu) for each in (48, 512))])
+def test_perplexity_is_that_of_the_reference(
+    checkpoint, example_model, gpu, small_text, dtype, tolerance, batch_size, length
+):
+    reference = example_model if dtype == "float16" and batch_size == 8 else None
+    scores = {}
+    for backend in ("auto", "torch"):
+        how = gptqkit.Evaluation(
+            sequence_length=length,
+            max_windows=batch_size,
+            batch_size=batch_size,
+            dtype=dtype,
+            device=gpu,
+            backend=backend,
+        )
+        scores[backend] = gptqkit.evaluate(checkpoint, [small_text], how, reference=reference)
+    assert (scores["auto"].backend, scores["torch"].backend) == ("cuda", "torch")
+    assert scores["auto"].perplexity == pytest.approx(scores["torch"].perplexity, rel=tolerance)
+    if reference is not None:
+        assert scores["auto"].kl_divergence == pytest.approx(scores["torch"].kl_divergence, rel=0.05)
+
+
+def test_a_loaded_model_generates_what_the_reference_backend_does_and_is_no_larger(checkpoint, gpu):
+    found, held = [], []
+    for backend in ("torch", "cuda"):
+        model, tokenizer = gptqkit.load(checkpoint, device=gpu, backend=backend)
+        held.append(sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values()))
+        prompt = tokenizer("The captain said", return_tensors="pt").to(gpu)
+        found.append(model.generate(**prompt, max_new_tokens=3, do_sample=False))
+        assert found[-1].shape[1] == prompt.input_ids.shape[1] + 3
+    assert torch.equal(*found)
+    assert held[1] <= 1.05 * held[0]
