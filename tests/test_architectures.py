@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from itertools import product
 
 import pytest
@@ -51,6 +52,23 @@ def solved(monkeypatch):
     return found
 
 
+def matrices_of_blocks(source):
+    """The names of all matrices in the blocks, routers left out; gpt_oss stacks those of its four experts."""
+    found = set()
+    for name, tensor in source.items():
+        if not re.search(r"\.(layers|layer|h)\.\d", name) or name.startswith(("vision_tower", "model.vision_tower")):
+            continue
+        if name.endswith("experts.gate_up_proj"):
+            parts = ("gate_proj", "up_proj", "down_proj")
+            path = name.removesuffix(".gate_up_proj")
+            found |= {f"{path}.{number}.{part}.weight" for number in range(4) for part in parts}
+        elif name.endswith(".weight") and tensor.ndim == 2:
+            found.add(name)
+    return {
+        name for name in found if not re.search(r"\.(mlp|block_sparse_moe)\.(gate|router|shared_expert_gate)\.", name)
+    }
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_from_disk_to_an_evaluated_checkpoint(name, solved, tmp_path):
     settings, dtype = CASES[name]
@@ -59,6 +77,7 @@ def test_from_disk_to_an_evaluated_checkpoint(name, solved, tmp_path):
     result = quantize(tmp_path / "model", tmp_path / "out", tokens, **settings)
     modules, checkpoint = result.report.modules, gptqkit.open_checkpoint(tmp_path / "out")
 
+    assert {f"{layer}.weight" for layer in checkpoint.layers} == matrices_of_blocks(source)
     assert len(modules) == len(checkpoint.layers) == len(solved)
     for layer in checkpoint.layers:
         expected = solved[float_matrix(layer, source).float().contiguous().numpy().tobytes()]

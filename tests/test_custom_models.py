@@ -1,5 +1,7 @@
 """Models that are not transformers' own, whose blocks do what the pipeline may not know of."""
 
+import json
+
 import pytest
 import torch
 import transformers
@@ -8,7 +10,7 @@ from torch import nn
 import gptqkit
 from gptqkit.errors import ArchitectureError, CheckpointError, DoesNotFitError
 from gptqkit.kernels.linear import TorchLinear
-from support.models import GROUPED, build
+from support.models import GROUPED, build, samples, save
 from support.pipeline import assert_close, outputs, quantize, share_that_differs, weights
 
 SKIP = gptqkit.ModuleOverride(skip=True)
@@ -126,6 +128,8 @@ def test_experts_in_a_list_of_modules(tmp_path):
     for name, weight in weights(tmp_path / "out").items():
         model.get_submodule(name).weight.data = weight.dequantize()
     assert_close(outputs(loaded), outputs(model))
+    with pytest.raises(ArchitectureError, match=r"experts.0.w1, block 0 receives \d+ rows .* padding .* whole samples"):
+        quantize(custom(ListOfExperts), tmp_path / "padded", samples(padded=True))
 
 
 def test_modules_that_are_never_called_are_named(tmp_path):
@@ -181,3 +185,30 @@ def test_out_of_memory_halves_the_batch(tmp_path):
         DoesNotFitError, match=r"out of memory with one sample per batch \(too much\); use --activations"
     ):
         quantize(custom(NeedsMemory, largest=0), tmp_path / "none")
+
+
+def test_code_of_a_model_runs_only_where_it_is_trusted_and_never_from_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(tmp_path / "cache"))
+    model = tmp_path / "model"
+    save(build("mistral"), model)
+    (model / "code.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\n"
+        "import transformers\n"
+        "class Config(transformers.MistralConfig):\n    model_type = 'own'\n"
+        "class Model(transformers.MistralForCausalLM):\n    config_class = Config\n"
+    )
+    config = json.loads((model / "config.json").read_text())
+    own = {"model_type": "own", "architectures": ["Model"]}
+    places = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (model / "config.json").write_text(json.dumps({**config, **own, "auto_map": places}))
+    with pytest.raises(ArchitectureError):
+        quantize(model, tmp_path / "out")
+    assert not (tmp_path / "ran").exists()
+    quantize(model, tmp_path / "out", run={"trust_remote_code": True})
+    assert (tmp_path / "ran").exists()
+    assert (tmp_path / "out" / "code.py").exists()
+    (tmp_path / "ran").unlink()
+    with pytest.raises(ArchitectureError):
+        gptqkit.load(tmp_path / "out", device="cpu")
+    assert not (tmp_path / "ran").exists()

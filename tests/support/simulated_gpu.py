@@ -1,9 +1,8 @@
 """A GPU that is not there: tensors that say they are on `cuda:0`, hold their numbers on the CPU and mix with no others.
 
 Within `simulated_gpu()` torch sees one GPU. Operators on its tensors run on the CPU's numbers, but with operands on
-two devices they fail as on a GPU, so that a tensor forgotten on the host is found on every machine. Its memory is what
-its tensors take, without the rounding and the reserves of an allocator. Not seen: speed, streams, what a kernel needs
-for itself, and operators that a GPU does not have.
+two devices they fail as on a GPU, so that a tensor forgotten on the host is found on every machine. Not seen: speed,
+memory, streams, and operators that a GPU does not have.
 """
 
 from __future__ import annotations
@@ -20,12 +19,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-MEMORY = 8 << 30
 aten = torch.ops.aten
 
 # Operators whose operands may lie on two devices: copies; and those where only the indices, second, may be on the host.
@@ -67,7 +64,7 @@ class GpuTensor(torch.Tensor):
     def tolist(self) -> Any:
         return self.host.tolist()
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:
         return f"GpuTensor({self.host})"
 
 
@@ -161,8 +158,8 @@ def _is_cuda(value: object) -> bool:
     return value.__class__ in (str, torch.device) and str(value) in ("cuda", "cuda:0")
 
 
-def _of_host(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*(args[0].host if is_on_gpu(args[0]) else args[0], *args[1:]), **kwargs)
+def _pointer(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(args[0].host if is_on_gpu(args[0]) else args[0], **kwargs)
 
 
 def _make(func: Any, args: Any, kwargs: Any) -> Any:
@@ -177,21 +174,6 @@ def _deepcopy(func: Any, args: Any, kwargs: Any) -> Any:
     return args[1].setdefault(id(args[0]), args[0].clone())
 
 
-def _item(func: Any, args: Any, kwargs: Any) -> Any:
-    if is_on_gpu(args[0]):
-        places = args[1] if isinstance(args[1], tuple) else (args[1],)
-        args = (args[0], tuple(torch.tensor(each).to(GPU) if isinstance(each, list) else each for each in places))
-    return func(*args, **kwargs)
-
-
-def _attention(func: Any, args: Any, kwargs: Any) -> Any:
-    """Fused: nothing but the result is made."""
-    if not is_on_gpu(args[0]):
-        return func(*args, **kwargs)
-    _refuse_strangers(func, (args, list(kwargs.values())))
-    return GpuTensor(func(*_mapped(_on_host, args), **{name: _on_host(value) for name, value in kwargs.items()}))
-
-
 def _set_data(func: Any, args: Any, kwargs: Any) -> Any:
     func(*args, **kwargs)
     if is_on_gpu(args[1]):
@@ -199,14 +181,10 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 SPECIAL: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.data_ptr: _of_host,
-    torch.Tensor.untyped_storage: _of_host,
+    torch.Tensor.data_ptr: _pointer,
     torch.tensor: _make,
-    torch.as_tensor: _make,
     torch.Tensor.__deepcopy__: _deepcopy,
-    torch.Tensor.__getitem__: _item,
-    scaled_dot_product_attention: _attention,
-    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch.Tensor.data.__set__: _set_data,
 }
 
 
@@ -233,34 +211,19 @@ def load_guard(folder: Path) -> None:
 @contextmanager
 def simulated_gpu() -> Iterator[None]:
     """One GPU for this thread, after `load_guard`; work for other threads is done here."""
-    properties = SimpleNamespace(
-        name="Simulated GPU", multi_processor_count=8, total_memory=MEMORY, L2_cache_size=1 << 20, major=9, minor=0
-    )
     answers = {
         "_lazy_init": None,
         "is_available": True,
         "device_count": 1,
-        "current_device": 0,
-        "set_device": None,
-        "synchronize": None,
         "empty_cache": None,
-        "mem_get_info": (MEMORY, MEMORY),
-        "memory_reserved": 0,
-        "memory_allocated": 0,
-        "get_device_properties": properties,
-        "get_device_name": properties.name,
-        "get_device_capability": (properties.major, properties.minor),
-        "is_current_stream_capturing": False,
+        "mem_get_info": (8 << 30, 8 << 30),
+        "get_device_properties": SimpleNamespace(name="Simulated GPU", multi_processor_count=8, major=9, minor=0),
         "current_stream": SimpleNamespace(cuda_stream=None, synchronize=lambda: None),
         "device": nullcontext(),
     }
-    functions: dict[str, Callable[..., object]] = {
-        name: lambda *_, answer=answer: answer  # type: ignore[misc]
-        for name, answer in answers.items()
-    }
     with ExitStack() as stack:
-        for name, function in functions.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, function))
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, answer=answer: answer))
         stack.enter_context(mock.patch.object(ThreadPoolExecutor, "submit", _submit_here))
         # Tensors of inference mode refuse what results of such operators need.
         stack.enter_context(mock.patch.object(torch._C, "_InferenceMode", side_effect=lambda _: torch.no_grad()))
