@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.models.mistral.modeling_mistral import MistralMLP
 
 import gptqkit
 from gptqkit.errors import ArchitectureError, CheckpointError, DoesNotFitError
@@ -31,20 +32,7 @@ class CustomForCausalLM(transformers.MistralForCausalLM):
             block.mlp = CHANGES[config.change](config)
 
 
-class Gated(nn.Module):
-    """As Mistral's."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        self.gate_proj, self.up_proj = (nn.Linear(64, 96, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(96, 64, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(self.gate_proj(x).relu() * self.up_proj(x))
-
-
-class WithSpare(Gated):
+class WithSpare(MistralMLP):
     def __init__(self, config):
         super().__init__(config)
         self.spare = nn.Linear(64, 64)
@@ -55,25 +43,30 @@ class Doubling(nn.Linear):
         return 2 * super().forward(x)
 
 
-class WithOwnLinears(Gated):
+class OfSameForward(nn.Linear):
+    def forward(self, input):
+        return nn.functional.linear(input, self.weight, self.bias)
+
+
+class WithOwnLinears(MistralMLP):
     def __init__(self, config):
         super().__init__(config)
         self.up_proj = Doubling(64, 96, bias=False)
-        self.down_proj = type("Named", (nn.Linear,), {})(96, 64, bias=False)  # computes what every Linear does
+        self.down_proj = OfSameForward(96, 64, bias=False)
 
 
-class LooksAtClasses(Gated):
+class LooksAtClasses(MistralMLP):
     def forward(self, x):
-        inner = self.gate_proj(x).relu() * self.up_proj(x)
+        inner = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
         return self.down_proj(inner if isinstance(self.gate_proj, nn.Linear) else 2 * inner)
 
 
-class NeedsWeight(Gated):
+class NeedsWeight(MistralMLP):
     def forward(self, x):
         return super().forward(x) * self.up_proj.weight.mean()
 
 
-class NeedsMemory(Gated):
+class NeedsMemory(MistralMLP):
     def forward(self, x):
         if len(x) > self.config.largest:
             raise torch.OutOfMemoryError("too much")
@@ -115,6 +108,14 @@ def custom(change, **settings):
     return model
 
 
+def assert_loaded_as(model, path):
+    """What is loaded computes what the model computes with the dequantized weights."""
+    loaded, _ = gptqkit.load(path, device="cpu", backend="torch")
+    for name, weight in weights(path).items():
+        model.get_submodule(name).weight.data = weight.dequantize()
+    assert_close(outputs(loaded), outputs(model))
+
+
 def test_experts_in_a_list_of_modules(tmp_path):
     """Their inputs have no pairs in the float model, so that gptaq falls back to gptq; few tokens may reach one."""
     model = custom(ListOfExperts)
@@ -124,10 +125,7 @@ def test_experts_in_a_list_of_modules(tmp_path):
     assert {each.method for name, each in modules.items() if "experts" in name} == {"gptq"}
     assert modules["model.layers.0.self_attn.q_proj"].method == "gptaq"
     assert sum(modules[name].tokens for name in experts) == 6 * 24
-    loaded, _ = gptqkit.load(tmp_path / "out", device="cpu", backend="torch")
-    for name, weight in weights(tmp_path / "out").items():
-        model.get_submodule(name).weight.data = weight.dequantize()
-    assert_close(outputs(loaded), outputs(model))
+    assert_loaded_as(model, tmp_path / "out")
     with pytest.raises(ArchitectureError, match=r"experts.0.w1, block 0 receives \d+ rows .* padding .* whole samples"):
         quantize(custom(ListOfExperts), tmp_path / "padded", samples(padded=True))
 
@@ -143,10 +141,7 @@ def test_linears_with_a_forward_pass_of_their_own_stay_in_floating_point_and_are
     report = quantize(model, tmp_path / "out").report
     assert report.left_in_float == [f"model.layers.{layer}.mlp.up_proj" for layer in range(2)]
     assert len(report.modules) == 12
-    loaded, _ = gptqkit.load(tmp_path / "out", device="cpu", backend="torch")
-    for name, weight in weights(tmp_path / "out").items():
-        model.get_submodule(name).weight.data = weight.dequantize()
-    assert_close(outputs(loaded), outputs(model))
+    assert_loaded_as(model, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -211,4 +206,8 @@ def test_code_of_a_model_runs_only_where_it_is_trusted_and_never_from_a_checkpoi
     (tmp_path / "ran").unlink()
     with pytest.raises(ArchitectureError):
         gptqkit.load(tmp_path / "out", device="cpu")
+    stored = json.loads((tmp_path / "out" / "config.json").read_text())
+    known = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    (tmp_path / "out" / "config.json").write_text(json.dumps({**stored, **known, "auto_map": places}))
+    gptqkit.load(tmp_path / "out", device="cpu")
     assert not (tmp_path / "ran").exists()

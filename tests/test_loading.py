@@ -6,88 +6,13 @@ import logging
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import gptqkit
 from gptqkit.errors import ArchitectureError, BackendError, CheckpointError, ConfigError, DatasetUnavailableError
 from gptqkit.kernels.linear import CpuLinear, QuantLinear
 from gptqkit.loading import is_quantized, load, load_float
-from gptqkit.quantizer.quantized import QuantizedWeight
-from support.checkpoints import write_checkpoint
 from support.models import OTHERS, build, save
-from support.pipeline import outputs, quantize
-
-IDS = torch.randint(3, 50, (2, 12), generator=torch.Generator().manual_seed(5))
-
-
-def round_to_nearest(weight, bits, group_size, index=None):
-    """Asymmetric, from minimum to maximum of every group; `index` scatters the groups over the columns."""
-    rows, columns = weight.shape
-    index = torch.arange(columns) // group_size if index is None else index
-    grouped = weight.float()[:, torch.argsort(index, stable=True)].view(rows, -1, group_size)
-    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
-    scale = ((high - low) / (2**bits - 1)).clamp(min=1e-5).half().float()
-    zero = (-low / scale).round().clamp(1, 2**bits - 1)
-    codes = (weight.float() / scale[:, index] + zero[:, index]).round().clamp(0, 2**bits - 1)
-    return QuantizedWeight(
-        codes=codes.to(torch.uint8),
-        scale=scale,
-        offset=-zero * scale,
-        group_index=index.to(torch.int32),
-        bits=bits,
-        group_size=group_size,
-        sym=False,
-    )
-
-
-def write(model, out, *, skip=("lm_head",), bits=4, group_size=32, layout="gptq_v2", index=None, **options):
-    """A float16 checkpoint of `model`, Linears rounded; `model` itself gets the weights that are in the file."""
-    modules = {
-        name: module
-        for name, module in model.named_modules()
-        if type(module).__name__ in ("Linear", "Conv1D") and not name.endswith(skip)
-    }
-    conv = isinstance(model, GPT2LMHeadModel)
-    weights = {}
-    for name, module in modules.items():
-        weights[name] = round_to_nearest(
-            module.weight.data.t() if conv else module.weight.data, bits, group_size, index
-        )
-    without = {f"{name}.weight" for name in weights} | set(model.all_tied_weights_keys)
-    write_checkpoint(
-        out,
-        config=gptqkit.QuantizeConfig(bits=bits, group_size=group_size, sym=False, method="rtn", format=layout),
-        weights=weights,
-        other_tensors={name: tensor.half() for name, tensor in model.state_dict().items() if name not in without},
-        model_config={**model.config.to_dict(), "dtype": "float16"},
-        generation_config=model.generation_config.to_dict(),
-        **options,
-    )
-    for parameter in model.parameters():  # buffers such as inv_freq are in no file
-        parameter.data = parameter.data.half().float()
-    for name, weight in weights.items():
-        dense = weight.dequantize()
-        modules[name].weight.data = dense.t().contiguous() if conv else dense
-    return out
-
-
-def tiny_llama(**settings):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **settings)).eval()
-
-
-def tiny_gpt2():
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=64, n_positions=64)).eval()
-
-
-def with_biases(model):
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.1)
-    return model
+from support.pipeline import dequantized, outputs, quantize
 
 
 def rewrite(path, change):
@@ -103,52 +28,29 @@ def edit(file, **changes):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    return write(tiny_llama(), tmp_path / "q")
+    """A Llama in float16 with tied embeddings and biases in the attention, but in the MLP."""
+    save(build("llama").half(), tmp_path / "model")
+    return quantize(tmp_path / "model", tmp_path / "q", method="rtn").path
 
 
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        (tiny_llama, {"layout": "gptq", "bits": 3}),
-        (tiny_llama, {"layout": "gptq", "bits": 4, "max_shard_bytes": 20_000}),
-        (tiny_gpt2, {"bits": 8}),
-        (tiny_gpt2, {"layout": "gptq", "bits": 2, "group_size": 64}),
-        (lambda: tiny_llama(attention_bias=True, mlp_bias=True), {"bits": 2, "skip": ()}),
-        # act-order, of the modules with 64 columns
-        (
-            lambda: tiny_llama(tie_word_embeddings=True),
-            {
-                "skip": ("lm_head", "down_proj"),
-                "index": torch.randperm(64, generator=torch.Generator().manual_seed(1)) // 32,
-            },
-        ),
-    ],
-)
-def test_outputs_are_those_of_the_dequantized_model(make, options, tmp_path):
-    model = with_biases(make())
-    write(model, tmp_path / "q", **options)
-    assert len(list((tmp_path / "q").glob("*.safetensors"))) > 1 or "max_shard_bytes" not in options
-    for backend in ("torch", "cpu"):
-        loaded, tokenizer = load(tmp_path / "q", device="cpu", backend=backend)
-        assert tokenizer is None
-        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
-        assert sum(isinstance(module, QuantLinear) for module in loaded.modules()) in (8, 12, 14, 15)
-        assert all(
-            module.act_order == ("index" in options) for module in loaded.modules() if hasattr(module, "act_order")
-        )
-        if model.config.tie_word_embeddings:
-            assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+@pytest.fixture
+def expected(checkpoint, tmp_path):
+    """What transformers makes of the dequantized weights."""
+    return outputs(dequantized(checkpoint, tmp_path / "model", tmp_path / "dense"))
 
 
 def test_the_model_is_ready_to_run(example_model, tmp_path, caplog):
-    dequantized, tokenizer = load_float(example_model, device="cpu")
-    write(dequantized, tmp_path / "q", group_size=128, tokenizer=tokenizer)
+    config, run = gptqkit.QuantizeConfig(method="rtn"), gptqkit.Run(max_shard_bytes=1_000_000)
+    out = gptqkit.quantize(example_model, None, tmp_path / "q", config, run=run).path
+    assert len(list(out.glob("*.safetensors"))) > 1
+    twin = dequantized(out, example_model, tmp_path / "dense")
     with caplog.at_level(logging.INFO, "gptqkit"):
-        model, own_tokenizer = load(tmp_path / "q", device="cpu")
+        model, tokenizer = load(out, device="cpu")
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert sum(isinstance(module, QuantLinear) for module in model.modules()) == 42
     assert model.dtype == torch.float32
-    assert torch.equal(model.model.rotary_emb.inv_freq, dequantized.model.rotary_emb.inv_freq)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.generation_config.pad_token_id == 3
     assert not hasattr(model.config, "quantization_config")
     assert model.gptqkit_quantization_config["bits"] == 4
@@ -157,8 +59,9 @@ def test_the_model_is_ready_to_run(example_model, tmp_path, caplog):
     [record] = [record for record in caplog.records if record.name == "gptqkit"]
     assert str(model.gptqkit_backend) in record.getMessage()
     assert "chosen automatically (42 layers)" in record.getMessage()
-    prompt = own_tokenizer("The captain said", return_tensors="pt")
-    both = [each.generate(**prompt, max_new_tokens=8, do_sample=False) for each in (model, dequantized)]
+    prompt = tokenizer("The captain said", return_tensors="pt")
+    assert torch.equal(model(**prompt).logits, twin(**prompt).logits)
+    both = [each.generate(**prompt, max_new_tokens=8, do_sample=False) for each in (model, twin)]
     assert torch.equal(*both)
 
 
@@ -171,10 +74,8 @@ def test_a_backend_that_is_passed_over_is_announced_once(checkpoint, caplog, mon
     assert "not cpu, because it is tired" in warning.getMessage()
 
 
-def test_what_other_programs_write_or_leave_out_is_accepted(tmp_path):
+def test_what_other_programs_write_or_leave_out_is_accepted(checkpoint, expected, tmp_path):
     """No g_idx, biases of zero, buffers of old, the tied weight under its other name, bfloat16 scales."""
-    model = tiny_llama(tie_word_embeddings=True)
-    path = write(model, tmp_path / "q")
 
     def change(tensors):
         for name in [name for name in tensors if name.endswith(".g_idx")]:
@@ -183,20 +84,21 @@ def test_what_other_programs_write_or_leave_out_is_accepted(tmp_path):
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
         tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
 
-    rewrite(path, change)
-    loaded, _ = load(path, device="cpu")
-    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    rewrite(checkpoint, change)
+    loaded, tokenizer = load(checkpoint, device="cpu")
+    assert tokenizer is None
+    assert torch.equal(outputs(loaded), expected)
     assert loaded.model.layers[0].mlp.up_proj.bias is None
 
-    rewrite(path, lambda tensors: tensors.update({n: t.bfloat16() for n, t in tensors.items() if n.endswith("scales")}))
-    for name, weight in (
-        (name, gptqkit.open_checkpoint(path).weight(name)) for name in gptqkit.open_checkpoint(path).layers
-    ):
-        module = model.get_submodule(name)
-        exact = (module.weight.data - weight.dequantize()).norm() / module.weight.data.norm()
-        assert 0 < float(exact) < 2**-8
-        module.weight.data = weight.dequantize()
-    assert torch.equal(load(path, device="cpu", backend="torch")[0](IDS).logits, model(IDS).logits)
+    def narrow(tensors):
+        del tensors["model.layers.0.mlp.up_proj.bias"], tensors["model.layers.0.self_attn.rotary_emb.inv_freq"]
+        tensors.update({name: each.bfloat16() for name, each in tensors.items() if name.endswith("scales")})
+
+    rewrite(checkpoint, narrow)
+    theirs = outputs(dequantized(checkpoint, tmp_path / "model", tmp_path / "narrow"))
+    assert not torch.equal(theirs, expected)
+    for backend in ("torch", "cpu"):
+        assert torch.equal(outputs(load(checkpoint, device="cpu", backend=backend)[0]), theirs)
 
 
 def test_dtypes(checkpoint):
@@ -204,100 +106,61 @@ def test_dtypes(checkpoint):
     assert load(checkpoint, device="cpu", dtype="float16")[0].dtype == torch.float16
     edit(checkpoint / "config.json", dtype="bfloat16", torch_dtype="bfloat16")
     dense, reference = (load(checkpoint, device="cpu", backend=name)[0] for name in ("auto", "torch"))
-    assert dense.dtype == dense(IDS).logits.dtype == torch.bfloat16
-    assert torch.equal(dense(IDS).logits, reference(IDS).logits)
+    assert dense.dtype == outputs(dense).dtype == torch.bfloat16
+    assert torch.equal(outputs(dense), outputs(reference))
     with pytest.raises(BackendError, match=r"'cpu-int4' cannot serve model\.layers\.0.*it takes bfloat16"):
         load(checkpoint, device="cpu", backend="cpu-int4", dtype="float32")
     loaded, _ = load(checkpoint, device="cpu", backend="cpu-int4")
-    assert torch.equal(loaded(IDS).logits, dense(IDS).logits)  # many tokens
-    few = [each(IDS[:1, :2]).logits.float() for each in (loaded, dense)]
+    assert torch.equal(outputs(loaded), outputs(dense))  # many tokens
+    few = [each(torch.tensor([[5, 6]])).logits.float() for each in (loaded, dense)]
     assert 0 < float((few[0] - few[1]).norm() / few[1].norm()) < 0.05
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda tensors: tensors.pop("model.norm.weight"), r"lacks model\.norm\.weight"),
-        (lambda tensors: tensors.update(extra=torch.zeros(2)), "extra: no place"),
-        (
-            lambda tensors: tensors.update({"model.norm.weight": torch.ones(63)}),
-            r"model\.norm\.weight has shape \(63,\).*needs \(64,\)",
-        ),
-        (
-            lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.bias": torch.ones(96, dtype=torch.float16)}),
-            r"up_proj\.bias is not expected",
-        ),
-    ],
-)
-def test_tensors_that_do_not_fit_the_model_are_named(checkpoint, change, message):
-    rewrite(checkpoint, change)
-    with pytest.raises(CheckpointError, match=message):
-        load(checkpoint, device="cpu")
+MIXTURE = "model.layers.1.mlp.experts.2.up_proj."
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("name", "removed", "added", "config", "message"),
     [
-        ({"intermediate_size": 128}, r"up_proj stands for 96 x 64 .* has 128 x 64|down_proj stands for 64 x 96 "),
-        ({"num_hidden_layers": 1}, r"layers\.1\.\S* belongs to no module"),
-        ({"attention_bias": True}, r"[qkvo]_proj\.bias is missing"),
+        ("llama", "model.norm.weight", {}, {}, r"lacks model\.norm\.weight"),
+        ("llama", None, {"extra": torch.zeros(2)}, {}, "extra: no place"),
+        ("llama", None, {"model.norm.weight": torch.ones(63)}, {}, r"norm\.weight has shape \(63,\).*needs \(64,\)"),
+        ("llama", None, {"model.layers.0.mlp.up_proj.bias": torch.ones(96).half()}, {}, "up_proj.bias is not expected"),
+        ("llama", None, {}, {"intermediate_size": 128}, "(96 x 64|64 x 96) weights .* has (128 x 64|64 x 128)"),
+        ("llama", None, {}, {"num_hidden_layers": 1}, r"layers\.1\.\S* belongs to no module"),
+        ("llama", None, {}, {"mlp_bias": True}, r"(gate|up|down)_proj\.bias is missing"),
+        ("gpt_oss", MIXTURE, {}, {}, r"lacks model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight"),
+        ("gpt_oss", f"{MIXTURE}bias", {}, {}, r"experts\.2\.up_proj\.bias is missing"),
+        ("gpt_oss", "model.layers.0.mlp.router.bias", {}, {}, r"lacks model\.layers\.0\.mlp\.router\.bias"),
+        ("mixtral", None, {}, {"intermediate_size": 128}, r"experts\.\d\.w\d stands for (96 x 64|64 x 96)"),
     ],
 )
-def test_a_config_that_describes_another_model(checkpoint, changes, message):
-    edit(checkpoint / "config.json", **changes)
-    with pytest.raises(CheckpointError, match=message):
-        load(checkpoint, device="cpu")
-
-
-@pytest.mark.parametrize(
-    ("name", "remove", "changes", "message"),
-    [
-        (
-            "gpt_oss",
-            "model.layers.1.mlp.experts.2.up_proj.",
-            {},
-            r"lacks model\.layers\.1\.mlp\.experts\.2\.up_proj\.w",
-        ),
-        ("gpt_oss", "model.layers.1.mlp.experts.2.up_proj.bias", {}, r"experts\.2\.up_proj\.bias is missing"),
-        ("gpt_oss", "model.layers.0.mlp.router.bias", {}, r"lacks model\.layers\.0\.mlp\.router\.bias"),
-        ("mixtral", "none", {"intermediate_size": 128}, r"experts\.\d\.w\d stands for (96 x 64|64 x 96) .* has "),
-    ],
-)
-def test_mixtures_of_which_something_is_missing(name, remove, changes, message, tmp_path):
-    quantize(build(name), tmp_path / "q", method="rtn")
+def test_what_does_not_fit_the_model_is_named(name, removed, added, config, message, tmp_path):
+    path = quantize(build(name), tmp_path / "q", method="rtn").path
 
     def change(tensors):
-        for each in [each for each in tensors if each.startswith(remove)]:
+        for each in [each for each in tensors if removed is not None and each.startswith(removed)]:
             del tensors[each]
+        tensors.update(added)
 
-    rewrite(tmp_path / "q", change)
-    edit(tmp_path / "q" / "config.json", **changes)
+    rewrite(path, change)
+    edit(path / "config.json", **config)
     with pytest.raises(CheckpointError, match=message):
-        load(tmp_path / "q", device="cpu")
+        load(path, device="cpu")
 
 
-def test_passthrough_tensors_are_left_alone_and_no_others(tmp_path):
-    model = tiny_llama()
-    write(model, tmp_path / "q", passthrough=["model.layers.2.eh_proj.weight"])
-    for name, refused in (("model.layers.2.eh_proj.weight", False), ("model.layers.2.enorm.weight", True)):
-        rewrite(tmp_path / "q", lambda tensors, name=name: tensors.update({name: torch.zeros(64, 128)}))
-        if refused:
-            with pytest.raises(CheckpointError, match=r"enorm\.weight: no place for them in LlamaForCausalLM"):
-                load(tmp_path / "q", device="cpu")
-        else:
-            assert torch.equal(load(tmp_path / "q", device="cpu")[0](IDS).logits, model(IDS).logits)
-
-
-def test_no_code_is_run(checkpoint, tmp_path):
-    before = load(checkpoint, device="cpu")[0](IDS).logits
-    (checkpoint / "modeling.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\nclass Model: pass\n")
-    places = {"AutoConfig": "modeling.Model", "AutoModelForCausalLM": "modeling.Model"}
-    edit(checkpoint / "config.json", auto_map=places)
-    assert torch.equal(load(checkpoint, device="cpu")[0](IDS).logits, before)
-    edit(checkpoint / "config.json", model_type="unheard_of", architectures=["UnheardOf"])
-    with pytest.raises(ArchitectureError, match="is not a model that can be loaded"):
+def test_passthrough_tensors_are_left_alone_and_no_others(checkpoint, expected):
+    for file in ("config.json", "quantize_config.json"):
+        values = json.loads((checkpoint / file).read_text())
+        values.get("quantization_config", values)["meta"]["passthrough_tensors"] = ["model.layers.2.eh_proj.weight"]
+        (checkpoint / file).write_text(json.dumps(values))
+    rewrite(checkpoint, lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": torch.zeros(64, 128)}))
+    assert torch.equal(outputs(load(checkpoint, device="cpu")[0]), expected)
+    rewrite(checkpoint, lambda tensors: tensors.update({"model.layers.2.enorm.weight": torch.zeros(64)}))
+    with pytest.raises(
+        CheckpointError, match=r"^model\.layers\.2\.enorm\.weight: no place for them in LlamaForCausalLM"
+    ):
         load(checkpoint, device="cpu")
-    assert not (tmp_path / "run").exists()
 
 
 def test_bad_requests(checkpoint, tmp_path):
@@ -314,11 +177,13 @@ def test_bad_requests(checkpoint, tmp_path):
         load_float(checkpoint)
     with pytest.raises(DatasetUnavailableError, match="nowhere"):
         load_float(tmp_path / "nowhere")
-    save(build("llama"), tmp_path / "float")
     assert is_quantized(checkpoint)
-    assert not is_quantized(tmp_path / "float")
+    assert not is_quantized(tmp_path / "model")
     with pytest.raises(CheckpointError, match="is not quantized"):
-        load(tmp_path / "float")
+        load(tmp_path / "model")
+    edit(checkpoint / "config.json", model_type="unheard_of", architectures=["UnheardOf"])
+    with pytest.raises(ArchitectureError, match="is not a model that can be loaded"):
+        load(checkpoint, device="cpu")
 
 
 @pytest.mark.parametrize("name", ["llama", *OTHERS])
