@@ -44,8 +44,8 @@ class Doubling(nn.Linear):
 
 
 class OfSameForward(nn.Linear):
-    def forward(self, input):
-        return nn.functional.linear(input, self.weight, self.bias)
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
 
 
 class WithOwnLinears(MistralMLP):

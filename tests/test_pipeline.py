@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import gptqkit
@@ -122,11 +123,8 @@ def test_every_expert_is_solved_on_the_tokens_routed_to_it(name, method, padded,
         inputs, floats = ([each.double() for each in stream] for stream in (inputs, floats))
         pool, pool_floats = torch.cat(inputs), torch.cat(floats)
         for number, (own, own_floats) in enumerate(zip(inputs, floats, strict=True)):
-            key, report = (
-                f"{path}.{number}.{stored.get(part, part)}",
-                reports[f"model.layers.0.mlp.experts.{number}.{part}"],
-            )
-            weight = float_matrix(key, source)
+            key = f"{path}.{number}.{stored.get(part, part)}"
+            report, weight = reports[f"model.layers.0.mlp.experts.{number}.{part}"], float_matrix(key, source)
             missing = max(0, weight.shape[1] - len(own))
             assert (report.tokens, report.prior_tokens, report.method) == (len(own), missing, method)
             hessian, cross = (
@@ -173,13 +171,8 @@ def test_places_of_hidden_states_repetitions_and_folders_give_the_same_files(tmp
 @pytest.mark.parametrize("method", ["gptq", "gptaq"])
 def test_batch_size_and_padding_do_not_matter(method, tmp_path):
     """Samples padded to one length give the statistics of the same samples run one by one."""
-    results = []
-    for size in (1, 4):
-        results.append(
-            quantize(
-                build("qwen2"), tmp_path / f"{size}", samples(padded=True), method=method, run={"batch_size": size}
-            )
-        )
+    settings = {"tokens": samples(padded=True), "method": method}
+    results = [quantize(build("qwen2"), tmp_path / str(n), run={"batch_size": n}, **settings) for n in (1, 4)]
     one, four = (weights(result.path) for result in results)
     for part in "qkv":  # later modules drift apart as single codes tip
         name = f"model.layers.0.self_attn.{part}_proj"
@@ -193,7 +186,8 @@ def test_batch_size_and_padding_do_not_matter(method, tmp_path):
 def test_rounding_needs_no_calibration_and_reports_no_error(tmp_path):
     save(build("gpt2"), tmp_path / "model")
     config = gptqkit.QuantizeConfig(group_size=32, method="rtn")
-    report = gptqkit.quantize(tmp_path / "model", None, tmp_path / "without", config).report
+    run = gptqkit.Run(device="cpu")
+    report = gptqkit.quantize(tmp_path / "model", None, tmp_path / "without", config, run=run).report
     assert all(module.error is module.tokens is None for module in report.modules)
     found = weights(tmp_path / "without")
     for name, weight in weights(quantize(tmp_path / "model", tmp_path / "with", method="rtn", sym=True).path).items():
@@ -225,6 +219,7 @@ def test_leaving_out_stops_where_no_sample_is_left(tmp_path):
 
 
 IDS = samples().input_ids
+WITHOUT_BLOCKS = transformers.ResNetModel(transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1]))
 MISSPELT = {"lm_head": SKIP, "donw_proj": SKIP}
 REFUSED = [
     (OutputExistsError, "there exists", {"out": "there"}),
@@ -236,6 +231,7 @@ REFUSED = [
     (ConfigError, "device is 'meta'", {"run": {"device": "meta"}}),
     (NotADirectoryError, "short.txt", {"out": "short.txt/out"}),
     (ArchitectureError, "model is a Linear", {"model": nn.Linear(32, 32)}),
+    (ArchitectureError, "ResNetModel has no list of repeated blocks with Linear modules", {"model": WITHOUT_BLOCKS}),
     (ConfigError, r"'donw_proj' matches no Linear .* example model.layers.0.self_attn.q_proj", {"overrides": MISSPELT}),
     (ArchitectureError, "the overrides leave no module", {"overrides": {"": SKIP}}),
     (ConfigError, "lm_head shares its weight with the input embedding", {"lm_head": True}),
