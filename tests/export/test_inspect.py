@@ -1,10 +1,6 @@
 """What `inspect` says against sizes counted by hand and against what is known of the readers."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,16 +8,14 @@ from safetensors.torch import load_file, save_file
 from gptqkit.export.inspect import inspect
 from gptqkit.quantizer.config import ModuleOverride
 
-Make = Callable[..., Any]
-
 ALL = {"gptqkit", "GPTQModel", "transformers+gptqmodel", "vLLM", "SGLang", "AutoGPTQ"}
 
 
-def test_sizes_by_hand(material: Make, tmp_path: Path) -> None:
+def test_sizes_by_hand(material, tmp_path):
     summary = inspect(material(bits=3).write(tmp_path / "out"))
     weights = 2 * (64 * 64 + 64 * 96)
     codes, groups = weights * 3 // 8, 2 * (64 * 2 + 64 * 3)
-    packed = codes + groups * 2 + groups * 3 // 8 + 2 * 4 * (64 + 96)
+    packed = codes + groups * 2 + groups * 3 // 8 + 2 * 4 * (64 + 96)  # codes, scales, zeros, g_idx
     assert summary.quantized_weights == weights
     assert summary.packed_bytes == packed
     assert summary.bits_per_weight == packed * 8 / weights
@@ -33,7 +27,7 @@ def test_sizes_by_hand(material: Make, tmp_path: Path) -> None:
     assert json.loads(json.dumps(summary.to_dict()))["quantized_layers"] == 4
 
 
-def loaders(path: Path) -> dict[str, tuple[str, ...]]:
+def loaders(path):
     """The reasons of the readers that refuse."""
     summary = inspect(path)
     assert {reader.name for reader in summary.readers} == ALL
@@ -50,11 +44,11 @@ def loaders(path: Path) -> dict[str, tuple[str, ...]]:
         ({"bits": 3, "sym": True, "format": "gptq"}, {"vLLM"}),
     ],
 )
-def test_readers_by_format(material: Make, tmp_path: Path, settings: dict[str, Any], refusing: set[str]) -> None:
+def test_readers_by_format(material, tmp_path, settings, refusing):
     assert set(loaders(material(**settings).write(tmp_path / "out"))) == refusing
 
 
-def test_vllm_reasons(material: Make, tmp_path: Path) -> None:
+def test_vllm_reasons(material, tmp_path):
     reasons = " ".join(loaders(material(bits=3, sym=False).write(tmp_path / "a"))["vLLM"])
     assert "serves 4 and 8 bits, not 3" in reasons
     assert "symmetric checkpoints only" in reasons
@@ -66,13 +60,13 @@ def test_vllm_reasons(material: Make, tmp_path: Path) -> None:
     assert "ignores g_idx" in reasons
 
 
-def test_sglang_computes_other_kinds_in_float16_only(material: Make, tmp_path: Path) -> None:
+def test_sglang_computes_other_kinds_in_float16_only(material, tmp_path):
     made = material(bits=2)
     made.model_config["dtype"] = "bfloat16"
     assert "float16 only" in loaders(made.write(tmp_path / "out"))["SGLang"][0]
 
 
-def test_mixed_settings_and_skipped_modules(material: Make, tmp_path: Path) -> None:
+def test_mixed_settings_and_skipped_modules(material, tmp_path):
     mixed = loaders(material(format="gptq", overrides={"q_proj": ModuleOverride(bits=8)}).write(tmp_path / "a"))
     assert set(mixed) == {"vLLM", "transformers+gptqmodel", "AutoGPTQ"}
     everywhere = {"down_proj": ModuleOverride(skip=True)}
@@ -82,7 +76,7 @@ def test_mixed_settings_and_skipped_modules(material: Make, tmp_path: Path) -> N
     assert "in some blocks" in reasons["transformers+gptqmodel"][0]
 
 
-def test_missing_group_index(material: Make, tmp_path: Path) -> None:
+def test_missing_group_index(material, tmp_path):
     out = material(format="gptq").write(tmp_path / "out")
     tensors = load_file(out / "model.safetensors")
     save_file(
@@ -93,7 +87,7 @@ def test_missing_group_index(material: Make, tmp_path: Path) -> None:
     assert "needs g_idx, which 4 layers lack" in loaders(out)["transformers+gptqmodel"]
 
 
-def test_fused_projections_must_agree(material: Make, tmp_path: Path) -> None:
+def test_fused_projections_must_agree(material, tmp_path):
     made = material()
     for block in range(2):
         source = f"model.layers.{block}.self_attn.q_proj"
@@ -103,7 +97,7 @@ def test_fused_projections_must_agree(material: Make, tmp_path: Path) -> None:
     assert any("qkv_proj quantized alike" in reason for reason in reasons["SGLang"])
 
 
-def test_kinds_of_models_that_were_not_tried_are_not_promised(material: Make, tmp_path: Path) -> None:
+def test_kinds_of_models_that_were_not_tried_are_not_promised(material, tmp_path):
     made = material(format="gptq")
     made.model_config["architectures"] = ["LlavaForConditionalGeneration"]
     reasons = loaders(made.write(tmp_path / "composite"))
