@@ -55,9 +55,7 @@ def spec_of(name, tensors, declared):
     rows, columns = tensors["dummy_codes"].shape
     size = group_size or columns
     trivial = torch.equal(tensors["dummy_group"], (torch.arange(columns) // size).int())
-    return LayerSpec(
-        in_features=columns, out_features=rows, bits=bits, group_size=size, sym=sym, act_order=not trivial
-    )
+    return LayerSpec(in_features=columns, out_features=rows, bits=bits, group_size=size, sym=sym, act_order=not trivial)
 
 
 def unpack(name, tensors, spec):

@@ -1,6 +1,7 @@
 """Scores of embeddings against sums computed one text at a time, with another definition of ranks."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import transformers
 
 from gptqkit.errors import ArchitectureError, ConfigError, NonFiniteError, ShapeError
 from gptqkit.evaluation import embeddings
-from gptqkit.evaluation.embeddings import _spearman, compare_embeddings
+from gptqkit.evaluation.embeddings import compare_embeddings
 
 SIZE = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96, "max_position_embeddings": 64}
 
@@ -73,10 +74,27 @@ def test_scores_are_those_of_one_text_at_a_time(pooling, batch_size):
     assert json.loads(json.dumps(scores.to_dict()))["rank_agreement"] == scores.rank_agreement
 
 
+class Table:
+    """A model whose embedding of a text is a row of a table, the row that its first token names."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rows):
+        self.rows = torch.tensor(rows, dtype=torch.float32)
+        self.base_model = lambda input_ids: SimpleNamespace(last_hidden_state=self.rows[input_ids[:, :1]])
+
+
 def test_ties_share_their_rank():
-    x, y = torch.randint(0, 5, (2, 40), generator=torch.Generator().manual_seed(0))
-    assert _spearman(x, y) == pytest.approx(rank_correlation(x.tolist(), y.tolist()), abs=1e-9)
-    assert _spearman(x, torch.ones(40)) is None
+    """Similarities are 0, 0.6, 0.8 and 1 only, so that most pairs are tied."""
+    rows = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [3, 4, 0], [0, 3, 4]])
+    orders = np.random.default_rng(0).permutation(np.arange(15) % 5), np.arange(15) % 5
+    texts = [torch.tensor([number]) for number in range(15)]
+    scores = compare_embeddings(Table(rows[orders[0]]), Table(rows[orders[1]]), texts, sequence_length=1)
+    ours, theirs = (rows[order] for order in orders)
+    expected = rank_correlation(*([round(value, 9) for value in pairs(each)] for each in (ours, theirs)))
+    assert scores.rank_agreement == pytest.approx(expected, abs=1e-9)
+    alike = compare_embeddings(Table(rows[orders[0]]), Table(rows[[1] * 15]), texts, sequence_length=1)
+    assert alike.rank_agreement is None
 
 
 def test_of_many_texts_the_first_are_ranked(monkeypatch):
@@ -90,14 +108,10 @@ def test_of_many_texts_the_first_are_ranked(monkeypatch):
     )
 
 
-def test_a_model_agrees_with_itself():
+def test_a_model_agrees_with_itself_and_one_pair_has_no_order():
     scores = compare_embeddings(tiny(), tiny(), sentences(), sequence_length=8)
-    assert scores.cosine == pytest.approx(1)
-    assert scores.lowest_cosine == pytest.approx(1)
+    assert (scores.cosine, scores.lowest_cosine) == (pytest.approx(1), pytest.approx(1))
     assert scores.rank_agreement == 1
-
-
-def test_there_is_no_order_in_one_pair():
     scores = compare_embeddings(nudged(tiny()), tiny(), sentences(2), sequence_length=8)
     assert scores.rank_agreement is None
     assert scores.cosine < 1

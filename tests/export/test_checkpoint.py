@@ -96,7 +96,13 @@ def test_nothing_private_and_no_time_is_written(material, tmp_path):
         "seconds": 12.25,
         "modules": [{"name": "a", "layer": 0, "error": 0.5, "seconds": 12.25}],
         "perplexity": [
-            {"dataset": str(secret / "text.txt"), "sequence_length": 8, "perplexity": 2.0, "tokens": 9, "seconds": 12.25}
+            {
+                "dataset": str(secret / "text.txt"),
+                "sequence_length": 8,
+                "perplexity": 2.0,
+                "tokens": 9,
+                "seconds": 12.25,
+            }
         ],
     }
     generation = {"_name_or_path": str(secret), "eos_token_id": 2}

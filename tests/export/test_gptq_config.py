@@ -82,7 +82,11 @@ def as_gptqmodel_reads(dynamic, name):
         {r"\.1\.self_attn\.[qkv]": ModuleOverride(bits=8)},
         {r"\.self_attn\.[qkv]": ModuleOverride(bits=8, group_size=-1)},
         {r"\.self_attn\.[qk]": ModuleOverride(skip=True)},
-        {r"layers\.(0|11)\.": ModuleOverride(skip=True), "o_proj": ModuleOverride(bits=2), "head": ModuleOverride(bits=8)},
+        {
+            r"layers\.(0|11)\.": ModuleOverride(skip=True),
+            "o_proj": ModuleOverride(bits=2),
+            "head": ModuleOverride(bits=8),
+        },
         {r"experts\.1\.": ModuleOverride(bits=3), r"experts\.11\.(gate|up)": ModuleOverride(skip=True)},
         {"experts": ModuleOverride(group_size=96), "_proj$": ModuleOverride(bits=8)},
     ],
