@@ -6,7 +6,6 @@ import dataclasses
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""A small checkpoint with two blocks, and what it was made of."""
+"""A small checkpoint with two blocks and what it was made of, and a disk that stores something else."""
 
 import os
 from dataclasses import dataclass, field
@@ -12,6 +12,13 @@ from support.checkpoints import write_checkpoint
 from support.weights import random_weight
 
 MODULES = {"self_attn.q_proj": (64, 64), "mlp.down_proj": (64, 96)}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "float16",
+    "_name_or_path": "/home/somebody/model",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+}
 
 
 @dataclass
@@ -21,15 +28,7 @@ class Material:
     config: QuantizeConfig
     weights: dict[str, Any]
     other_tensors: dict[str, Any]
-    model_config: dict[str, Any] = field(
-        default_factory=lambda: {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "dtype": "float16",
-            "_name_or_path": "/home/somebody/model",
-            "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
-        }
-    )
+    model_config: dict[str, Any] = field(default_factory=LLAMA.copy)
     report: dict[str, Any] = field(default_factory=lambda: {"model": "org/name", "samples": 4, "sequence_length": 64})
 
     def write(self, out, **options):
@@ -49,13 +48,11 @@ def material():
         for block in range(2):
             for number, (inner, shape) in enumerate(MODULES.items()):
                 name = f"model.layers.{block}.{inner}"
-                own = config.for_module(name)
+                own, seed = config.for_module(name), 10 * block + number
                 if own is None:
                     others[f"{name}.weight"] = torch.randn(shape, generator=generator).half()
                 else:
-                    weights[name] = random_weight(
-                        own.bits, *shape, own.group_size, sym=own.sym, seed=10 * block + number
-                    )
+                    weights[name] = random_weight(own.bits, *shape, own.group_size, sym=own.sym, seed=seed)
             others[f"model.layers.{block}.self_attn.q_proj.bias"] = torch.randn(64, generator=generator).half()
             others[f"model.layers.{block}.norm.weight"] = torch.ones(64)
         return Material(config, weights, others)
@@ -70,14 +67,14 @@ def faulty_disk(monkeypatch):
 
     def start(text):
         def flip(descriptor):
-            path = os.readlink(f"/proc/self/fd/{descriptor}")
             sync(descriptor)
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
             if text in path and path.endswith(".safetensors"):
                 with open(path, "r+b") as file:
-                    file.seek(-1, os.SEEK_END)
-                    last = file.read(1)[0]
-                    file.seek(-1, os.SEEK_END)
-                    file.write(bytes([last ^ 1]))
+                    last = file.seek(-1, os.SEEK_END)
+                    byte = file.read(1)[0]
+                    file.seek(last)
+                    file.write(bytes([byte ^ 1]))
 
         monkeypatch.setattr(os, "fsync", flip)
 

@@ -18,40 +18,26 @@ def tensors(*sizes):
     return {f"t{number}": torch.randn(size // 2, generator=generator).half() for number, size in enumerate(sizes)}
 
 
-def contents(files):
-    return [list(load_file(file)) for file in files]
+def write(path, *sizes):
+    return write_files(path / "part", tensors(*sizes).items(), max_bytes=1000)
+
+
+@pytest.fixture
+def out(tmp_path):
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
 
 
 def test_a_file_is_full_before_the_next_one_begins(tmp_path):
-    given = tensors(600, 300, 200, 2000, 100, 100)
-    files = write_files(tmp_path / "part", given.items(), max_bytes=1000)
+    files = write(tmp_path, 600, 300, 200, 2000, 100, 100)
     assert [file.name for file in files] == [f"part.{number}.safetensors" for number in range(4)]
-    assert contents(files) == [["t0", "t1"], ["t2"], ["t3"], ["t4", "t5"]]  # t3 is too large and has its own
-    found = Shards.of_files(files)
-    assert list(found.where) == list(given)
-    assert all(torch.equal(found.get(name), tensor) for name, tensor in given.items())
-    assert contents(write_files(tmp_path / "none", iter(()))) == [[]]
+    assert [list(load_file(file)) for file in files] == [["t0", "t1"], ["t2"], ["t3"], ["t4", "t5"]]  # t3 is too large
+    assert [list(load_file(file)) for file in write(tmp_path)] == [[]]
 
 
-def test_tensors_are_made_one_after_the_other(tmp_path):
-    """A file is written as soon as a tensor was made that does not fit."""
-    seen = []
-
-    def make():
-        for name, tensor in tensors(600, 600, 600).items():
-            seen.append(len(list(tmp_path.iterdir())))
-            yield name, tensor
-
-    write_files(tmp_path / "part", make(), max_bytes=1000)
-    assert seen == [0, 0, 1]
-
-
-def test_the_index_is_like_that_of_transformers(tmp_path):
+def test_the_index_is_like_that_of_transformers(tmp_path, out):
     given = tensors(600, 300, 2000, 700, 100)
-    files = write_files(tmp_path / "part", given.items(), max_bytes=1000)
-    out = tmp_path / "out"
-    out.mkdir()
-    join_files(files, out, max_bytes=1000)
+    join_files(write_files(tmp_path / "part", given.items(), max_bytes=1000), out, max_bytes=1000)
     index = json.loads((out / "model.safetensors.index.json").read_text())
     names = sorted(file.name for file in out.glob("*.safetensors"))
     assert names == [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
@@ -62,42 +48,35 @@ def test_the_index_is_like_that_of_transformers(tmp_path):
     assert all(torch.equal(found.get(name), tensor) for name, tensor in given.items())
 
 
-def test_small_files_are_joined_and_large_ones_stay_as_they_are(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "JOINED_BYTES", 4000)
-    sizes = (300, 300, 300, 6000, 300, 6000, 6000)
-    files = [
-        write_files(tmp_path / f"p{number}", [(name, tensor)])[0]
-        for number, (name, tensor) in enumerate(tensors(*sizes).items())
-    ]
+def test_small_files_are_joined_and_large_ones_stay_as_they_are(tmp_path, out, monkeypatch):
+    monkeypatch.setattr(shards, "JOINED_BYTES", 2500)
+    files = write(tmp_path, 600, 600, 600, 4000, 600, 4000, 4000)
     before = [file.read_bytes() for file in files]
-    out = tmp_path / "out"
-    out.mkdir()
-    join_files(files, out, max_bytes=8000)
+    join_files(files, out)
     made = sorted(out.glob("*.safetensors"))
-    assert contents(made) == [["t0", "t1", "t2"], ["t3"], ["t4"], ["t5"], ["t6"]]
-    assert [file.stat().st_ino for file in made[1:]] == [file.stat().st_ino for file in files[3:]]  # nothing was copied
+    assert [list(load_file(file)) for file in made] == [["t0", "t1", "t2"], ["t3"], ["t4"], ["t5"], ["t6"]]
+    assert [file.stat().st_ino for file in made[1:]] == [file.stat().st_ino for file in files[-4:]]  # nothing is copied
     assert [file.read_bytes() for file in files] == before
-    single = tmp_path / "single"
-    single.mkdir()
-    join_files(files[:2], single)
-    assert [file.name for file in single.iterdir()] == ["model.safetensors"]
 
 
-def test_without_hard_links_files_are_copied(tmp_path, monkeypatch):
+def test_without_hard_links_files_are_copied(tmp_path, out, monkeypatch):
     def refuse(*_):
         raise OSError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refuse)
-    files = write_files(tmp_path / "part", tensors(100).items())
-    (tmp_path / "out").mkdir()
-    join_files(files, tmp_path / "out")
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == files[0].read_bytes()
+    [file] = write(tmp_path, 100)
+    join_files([file], out)
+    assert [entry.name for entry in out.iterdir()] == ["model.safetensors"]
+    assert (out / "model.safetensors").read_bytes() == file.read_bytes()
 
 
-def test_tensors_of_one_name_in_two_files_are_refused(tmp_path):
-    files = [write_files(tmp_path / name, tensors(100).items())[0] for name in "ab"]
-    with pytest.raises(CheckpointError, match=r"t0 stands in two files, .*a\.0\.safetensors and .*b\.0\.safetensors"):
-        join_files(files, tmp_path)
+def test_parts_that_do_not_fit_together_are_refused(tmp_path, out):
+    [one], other = write_files(tmp_path / "a", tensors(100).items()), write(tmp_path, 600, 600)
+    with pytest.raises(CheckpointError, match=r"t0 stands in two files, .*a\.0\.safetensors and .*part\.0\."):
+        join_files([one, *other], out)
+    other[1].write_bytes(other[1].read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"part\.1\.safetensors is damaged or cut off"):
+        join_files(other, out)
 
 
 def test_views_and_shared_memory_are_written_without_what_surrounds_them(tmp_path):
@@ -112,56 +91,39 @@ def test_views_and_shared_memory_are_written_without_what_surrounds_them(tmp_pat
     assert all(torch.equal(given[name], tensor) for name, tensor in before.items())
 
 
-def test_every_file_is_synced_when_it_is_complete(tmp_path, monkeypatch):
-    sizes = {}
-    sync = os.fsync
+def test_every_file_is_synced_when_it_is_complete(tmp_path, out, monkeypatch):
+    sizes, sync = {}, os.fsync
 
     def record(descriptor):
         sync(descriptor)
         sizes[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
 
     monkeypatch.setattr(os, "fsync", record)
-    (tmp_path / "out").mkdir()
-    join_files(write_files(tmp_path / "part", tensors(600, 600, 100).items(), max_bytes=1000), tmp_path / "out")
+    join_files(write(tmp_path, 600, 600, 100), out)
     for file in tmp_path.rglob("*.safetensors"):
         assert sizes[file.stat().st_ino] == file.stat().st_size
 
 
-def test_a_byte_that_reads_back_differently_is_noticed(tmp_path, faulty_disk):
-    files = write_files(tmp_path / "part", tensors(100, 100).items(), max_bytes=100)
-    (tmp_path / "out").mkdir()
+def test_a_byte_that_reads_back_differently_is_noticed(tmp_path, out, faulty_disk):
+    files = write(tmp_path, 600, 600)
     faulty_disk("out")
     with pytest.raises(CheckpointError, match=r"t\d in .*model\.safetensors reads back differently"):
-        join_files(files, tmp_path / "out")
+        join_files(files, out)
 
 
 def test_same_bits_looks_at_bits():
     zero, nan = torch.tensor([0.0, 1.0]), torch.tensor([float("nan")])
     assert same_bits(nan, nan.clone())
-    assert not same_bits(zero, torch.tensor([-0.0, 1.0]))
-    assert not same_bits(zero, zero.double())
-    assert not same_bits(zero, zero[None])
-    assert same_bits(torch.arange(6).view(2, 3).t(), torch.arange(6).view(2, 3).t().contiguous())
-
-
-def test_a_damaged_part_is_named(tmp_path):
-    files = write_files(tmp_path / "part", tensors(600, 600).items(), max_bytes=1000)
-    files[1].write_bytes(files[1].read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"part\.1\.safetensors is damaged or cut off"):
-        join_files(files, tmp_path)
+    for other in (torch.tensor([-0.0, 1.0]), zero.double(), zero[None]):
+        assert not same_bits(zero, other)
 
 
 def test_a_file_named_by_its_config_is_preferred_to_others(tmp_path):
     save_file(tensors(100), tmp_path / "gptq_model-4bit-32g.safetensors")
     save_file({"unrelated": torch.zeros(1)}, tmp_path / "other.safetensors")
     assert list(Shards.of_folder(tmp_path, "gptq_model-4bit-32g").where) == ["t0"]
-    with pytest.raises(CheckpointError, match="2 safetensors files .* and no index"):
+    with pytest.raises(CheckpointError, match=r"2 safetensors files .* and no index"):
         Shards.of_folder(tmp_path, "../elsewhere")
-    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
-    assert list(Shards.of_folder(tmp_path, "other").where) == ["x"]
-
-
-def test_several_indices_are_refused(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.safetensors.index.json").write_text("{}")
     with pytest.raises(CheckpointError, match="several indices"):
