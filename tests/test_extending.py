@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import gptqkit
 from gptqkit import cli
@@ -15,7 +16,7 @@ from gptqkit.export.formats import FORMATS, Declared, Format, LayerSpec
 from gptqkit.quantizer.gptq import solve_gptq
 from gptqkit.quantizer.methods import METHODS, Method
 from gptqkit.quantizer.quantized import QuantizedWeight
-from support.models import build, samples
+from support.models import build, samples, save
 
 PARTS = {"dummy_codes": "codes", "dummy_scale": "scale", "dummy_offset": "offset", "dummy_group": "group_index"}
 
@@ -121,12 +122,16 @@ def test_a_format_is_one_file_and_one_entry(tmp_path, method, order):
 @pytest.mark.usefixtures("dummy")
 def test_a_new_format_converts_from_and_to_the_others(tmp_path):
     config = gptqkit.QuantizeConfig(method="rtn", format="gptq", group_size=32, sym=False)
-    gptqkit.quantize(build("qwen2"), None, tmp_path / "gptq", config)
+    passthrough = {"model.mtp.weight": torch.ones(3)}
+    tensors = {**save(build("qwen2"), tmp_path / "float"), **passthrough}
+    save_file(tensors, tmp_path / "float" / "model.safetensors", metadata={"format": "pt"})
+    gptqkit.quantize(tmp_path / "float", None, tmp_path / "gptq", config)
     gptqkit.convert(tmp_path / "gptq", tmp_path / "dummy", format="dummy")
     declared = json.loads((tmp_path / "dummy" / "config.json").read_text())["quantization_config"]
     assert declared == {
         "quant_method": "dummy",
         "settings": {"wide": 4, "columns": 32, "symmetric": False},
+        "meta": {"passthrough_tensors": list(passthrough)},
     }
     before, after = (gptqkit.open_checkpoint(tmp_path / name) for name in ("gptq", "dummy"))
     for name in before.layers:
@@ -134,8 +139,9 @@ def test_a_new_format_converts_from_and_to_the_others(tmp_path):
     gptqkit.convert(tmp_path / "dummy", tmp_path / "back", format="gptq")
     for file in (tmp_path / "gptq").glob("*.safetensors"):
         assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes()
-    gptqkit.load(tmp_path / "back", device="cpu")
-    gptqkit.quantize(build("qwen2"), None, tmp_path / "floats", dataclasses.replace(config, format="dummy"))
+    for name in ("dummy", "back"):
+        gptqkit.load(tmp_path / name, device="cpu")
+    gptqkit.quantize(tmp_path / "float", None, tmp_path / "floats", dataclasses.replace(config, format="dummy"))
     with pytest.raises(ConversionError, match="no integer zero point"):
         gptqkit.convert(tmp_path / "floats", tmp_path / "lossy", format="gptq")
 

@@ -32,9 +32,12 @@ def test_perplexity_of_a_text_file(example_model, tokenizer, small_text, text_fi
 def test_a_loaded_model_runs_in_evaluation_mode_and_is_left_as_it_was(example_model, text_file):
     model, tokenizer = load_float(example_model, device="cpu")
     model.train()
+    modes = []
+    model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
     how = Evaluation(sequence_length=64, max_windows=2)
     scores = evaluate(model, text_file, how, reference=model, tokenizer=tokenizer)
     assert model.training
+    assert set(modes) == {False}
     assert (scores.top1_agreement, scores.backend) == (1, None)
 
 

@@ -78,6 +78,17 @@ def test_readers_by_tensors(material, tmp_path):
     assert "needs g_idx, which 6 layers lack" in refusals(out)["transformers"]
 
 
+def test_every_reader_loads_what_suits_it_and_fused_projections_count_together(material, tmp_path):
+    made = material(format="gptq")
+    shapes = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
+    made.weights = {
+        f"model.layers.{block}.self_attn.{name}": random_weight(rows=rows, columns=128, sym=True)
+        for block in range(2)
+        for name, rows in shapes.items()
+    }
+    assert refusals(made.write(tmp_path / "out")) == {}
+
+
 def test_kinds_of_models_that_were_not_tried_are_not_promised(material, tmp_path):
     others = {"GPTQModel", "transformers", "vLLM", "SGLang", "AutoGPTQ"}
     made = material(format="gptq")
