@@ -53,7 +53,7 @@ class QuantizeConfig:
             "gptaq" also corrects for the errors of earlier layers (arXiv 2504.02692).
         desc_act: Quantize columns in order of decreasing diag(H), H being the Hessian. Groups follow that order, so the
             checkpoint needs g_idx, unless `static_groups` is on.
-        static_groups: Fix all grids before the sweep, for groups of the original order; g_idx is not needed then.
+        static_groups: Fix all grids before the sweep, for groups in the original order; g_idx is not needed then.
         act_group_aware: Sort columns by diag(H) within their groups, and the groups as well; g_idx is not needed. On by
             default, unless `desc_act` is on.
         damp_percent: Damping added to the Hessian's diagonal, as a fraction of its mean; raised tenfold, and reported,

@@ -16,7 +16,7 @@ import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
@@ -80,18 +80,18 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"gptqkit {__version__}")
     commands = root.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
 
-    quantize = _add_command(commands, "quantize", "quantize a model and write a checkpoint")
+    quantize = _add_command(commands, _quantize, "quantize a model and write a checkpoint")
     quantize.add_argument("model", metavar="MODEL", help="folder of a transformers model, or its id on the Hub")
     quantize.add_argument("out", metavar="OUT", type=Path, help="folder to write; new, unless --overwrite is given")
     _add_settings(quantize)
 
-    plan = _add_command(commands, "plan", "estimate the memory and disk space that quantizing a model needs")
+    plan = _add_command(commands, _plan, "estimate the memory and disk space that quantizing a model needs")
     plan.add_argument("model", metavar="MODEL", help="folder of a transformers model, or its id on the Hub")
     plan.add_argument("--out", metavar="OUT", type=Path, help="folder that would be written (default: one here)")
     plan.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     _add_settings(plan)
 
-    evaluate = _add_command(commands, "evaluate", "measure a model's perplexity, and how far it is from a reference")
+    evaluate = _add_command(commands, _evaluate, "measure a model's perplexity, and how far it is from a reference")
     evaluate.add_argument("model", metavar="MODEL", help="folder of a model, quantized or not, or its id on the Hub")
     evaluate.add_argument("--dataset", required=True, metavar="SOURCE", help=f"text to measure on: {SOURCES}")
     evaluate.add_argument(
@@ -102,11 +102,11 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", type=Path, metavar="FILE", help="also write the scores to FILE")
     _add_fields(evaluate, Evaluation)
 
-    look = _add_command(commands, "inspect", "show a checkpoint's format, bits and sizes, and which programs load it")
+    look = _add_command(commands, _inspect, "show a checkpoint's format, bits and sizes, and which programs load it")
     look.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder of a quantized model")
     look.add_argument("--json", action="store_true", help="print JSON")
 
-    convert = _add_command(commands, "convert", "write a checkpoint in another format, exactly or not at all")
+    convert = _add_command(commands, _convert, "write a checkpoint in another format, exactly or not at all")
     convert.add_argument("source", metavar="IN", type=Path, help="folder of a quantized model")
     convert.add_argument("target", metavar="OUT", type=Path, help="folder to write; new, unless --overwrite is given")
     convert.add_argument("--format", choices=list(FORMATS), required=True, help="format of OUT")
@@ -114,15 +114,16 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def _add_command(commands: Any, name: str, description: str) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(
-        name,
+def _add_command(commands: Any, work: Callable[[argparse.Namespace], None], description: str) -> _Parser:
+    command: _Parser = commands.add_parser(
+        work.__name__.removeprefix("_"),
         help=description,
         description=description[0].upper() + description[1:] + ".",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    command.set_defaults(work=work)
     command.add_argument("--verbose", action="store_true", help="log more, and show where an error comes from")
     return command
 
@@ -140,9 +141,7 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
         "first --override or --skip that matches counts",
         **add,
     )
-    grid.add_argument(
-        "--skip", type=_skip, metavar="REGEX", help="leave such modules in floating point; may be repeated", **add
-    )
+    grid.add_argument("--skip", type=_skip, metavar="REGEX", help="leave such modules in floating point", **add)
     data = command.add_argument_group("calibration")
     data.add_argument(
         "--calibration",
@@ -152,7 +151,7 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
     )
     _add_fields(data, Calibration)
     run = command.add_argument_group("run")
-    run.add_argument("--evaluate-on", metavar="SOURCE", help="finally measure the checkpoint's perplexity on this text")
+    run.add_argument("--evaluate-on", metavar="SOURCE", help="also measure the checkpoint's perplexity on this text")
     _add_fields(run, Run)
 
 
@@ -201,18 +200,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: 2 for usage errors, 0 after --help and --version.
     """
-    root = parser()
-    arguments = root.parse_args(argv)
-    commands = {
-        "quantize": _quantize,
-        "plan": _plan,
-        "evaluate": _evaluate,
-        "inspect": _inspect,
-        "convert": _convert,
-    }
+    arguments = parser().parse_args(argv)
     _log_to_stderr(arguments.verbose)
     try:
-        commands[arguments.command](arguments)
+        arguments.work(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("gptqkit: interrupted", file=sys.stderr)

@@ -24,7 +24,7 @@ class Run:
         overwrite: Replace the output folder if it is a quantized checkpoint.
         resume: Continue the unfinished job for the same output folder, if there is one; the result is the same to the
             bit.
-        max_shard_bytes: Largest size of a file of the checkpoint, unless a single tensor is larger.
+        max_shard_bytes: Largest size of the checkpoint's files, unless a single tensor is larger.
         trust_remote_code: Run the Python code that comes with a float model.
 
     Raises:
