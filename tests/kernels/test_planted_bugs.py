@@ -68,7 +68,7 @@ def objects(tmp_path_factory):
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("objects")
-    sources = [CSRC / "api.cu", CSRC / "dequantize.cu", *EMULATOR.glob("*.cc")]
+    sources = [*(CSRC / f"{name}.cu" for name in ("api", "dequantize", "sweep")), *EMULATOR.glob("*.cc")]
     subprocess.run([*HOST, f"-I{CSRC}", "-O1", "-c", "-x", "c++", *sources], cwd=folder, check=True)
     return list(folder.glob("*.o"))
 
