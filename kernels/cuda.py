@@ -26,14 +26,7 @@ _linear = torch.ops.gptqkit.linear.default
 
 
 class CudaLinear(QuantLinear):
-    """Holds the layer in the kernels' layout only, see `csrc/layout.cuh`.
-
-    Attributes:
-        weight: Codes, int32 (tiles of 64 outputs, tiles of 64 inputs, bits, 32, 4), padded with 0.
-        scale: (groups, out padded to 64) float16, whatever dtype the activations have.
-        zero: In the same order: uint8, two to a byte at 2 and 3 bits, or int16 at 8 bits.
-        order: For act-order, the inputs in the order that the codes have, int32 (in,); else None.
-    """
+    """Holds weight, scale and zero as `csrc/api.h` has them, and for act-order the order of the inputs in the codes."""
 
     summary: ClassVar[str] = "computes on the packed words with the bundled CUDA kernels"
     device_type: ClassVar[str | None] = "cuda"
@@ -59,9 +52,6 @@ class CudaLinear(QuantLinear):
         """Return the layer's output, (..., out) in the dtype of `x`, which is (..., in) in that of the bias.
 
         Differentiable in x, by way of the dense weight.
-
-        Raises:
-            ShapeError: x is of another width, dtype or device than the layer.
         """
         own = cast("dict[str, Tensor]", self._buffers)  # attributes of a module cost a microsecond each
         weight, scale, zero, order, bias = own["weight"], own["scale"], own["zero"], own["order"], own["bias"]
@@ -73,12 +63,8 @@ class CudaLinear(QuantLinear):
         if x.requires_grad and torch.is_grad_enabled():
             dense = torch.ops.gptqkit.dequantize(weight, scale, zero, *self._sizes, self.in_features, x.dtype)
             return functional.linear(x, dense, bias)
-        if (
-            type(x) is not Tensor
-            or is_compiling()
-            or torch._C._get_tracing_state()
-            or torch._C._len_torch_dispatch_stack()
-        ):
+        watched = is_compiling() or torch._C._get_tracing_state() or torch._C._len_torch_dispatch_stack()
+        if watched or type(x) is not Tensor:
             return cast(Tensor, _linear(x, weight, scale, zero, bias, *self._sizes))
         # Eager calls spare the dispatcher and, as long as the tensors are the same, their check.
         layer = self._checked

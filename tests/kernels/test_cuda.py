@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import re
+import weakref
 from itertools import product
 
 import pytest
@@ -89,6 +90,15 @@ def test_unit_inputs_read_off_the_weight_exactly(place, bits, dtype):
             assert torch.equal(layer(rows).cpu(), weight.dequantize(dtype).t()[: len(rows)])
 
 
+def test_inputs_beyond_the_last_do_not_overflow(place):
+    # All weights are (15 - 16) * 30000; a padded code 0 would be -480000, infinite in float16.
+    weight = make_weight(4, 32, 96, 96, zeros=16, scale=torch.full((32, 1), 30000.0))
+    weight = dataclasses.replace(weight, codes=torch.full_like(weight.codes, 15)).to(place.device)
+    for rows in (1, 20):
+        y = place.linear(weight, None, torch.float16)(torch.full((rows, 96), 2**-10, device=place.device).half())
+        assert (y == -30000 * 96 / 1024).all()
+
+
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("rows", [3, 16, 20, 40])
 def test_float16_scales_are_exact_beside_bfloat16_activations(place, bits, rows):
@@ -153,13 +163,16 @@ def test_memory_is_that_of_a_packed_file(emulation, bits, group_size):
 def test_a_layer_frees_its_codes_and_follows_its_tensors(emulation):
     """Tensors are checked once; whatever takes their place is checked again."""
     weight = make_weight(bits=8, index=shuffled(96, 32))
-    layer, other = (emulation.linear(each, random(64), torch.float16) for each in (weight, make_weight(8, seed=1)))
+    layer = emulation.linear(weight, random(64), torch.float16)
+    other = emulation.linear(make_weight(8, seed=1), random(64), torch.float16)
     x = random(3, 96).half()
     y = layer(x)
-    storage = weight.codes.untyped_storage().data_ptr()
+    old = [weakref.ref(weight.codes), weakref.ref(layer.weight)]
     del weight
+    layer._apply(torch.clone)  # as every move does
     gc.collect()
-    assert storage not in {buffer.untyped_storage().data_ptr() for buffer in layer.buffers()}
+    assert [each() for each in old] == [None, None]
+    assert torch.equal(layer(x), y)
     assert list(layer.parameters()) == []
     twin = copy.deepcopy(layer)
     for buffer in layer.buffers():
