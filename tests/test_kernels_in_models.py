@@ -2,19 +2,18 @@
 
 import dataclasses
 import gc
-from types import MappingProxyType
 
 import pytest
 import torch
 
 from gptqkit.evaluating import evaluate
-from gptqkit.kernels import backend
-from gptqkit.kernels.cuda_backend import CudaLinear
-from gptqkit.kernels.torch_backend import TorchLinear
+from gptqkit.kernels.backends import BACKENDS
+from gptqkit.kernels.linear import TorchLinear
+from gptqkit.kernels.ops import Launcher
 from gptqkit.loading import load
 from gptqkit.quantizer.config import QuantizeConfig
 from gptqkit.quantizing import quantize
-from support.emulation import EmulatedLinear
+from support.emulation import TUNING
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +28,8 @@ def checkpoint(example_model, small_text, tmp_path_factory):
 @pytest.fixture
 def emulated(emulation, monkeypatch):
     """Lets `load` take the backend "emulated"."""
-    kinds = {**backend.BACKENDS, EmulatedLinear.backend: EmulatedLinear}
-    monkeypatch.setattr(backend, "BACKENDS", MappingProxyType(kinds))
+    monkeypatch.setattr("gptqkit.kernels.cuda.EmulatedLinear", emulation.linear, raising=False)
+    monkeypatch.setitem(BACKENDS, "emulated", "kernels.cuda.EmulatedLinear")
     return emulation
 
 
@@ -39,8 +38,8 @@ SETTINGS = {"sequence_length": 16, "max_windows": 2, "batch_size": 1, "dtype": "
 
 @pytest.mark.parametrize("crossover", [10**6, 1], ids=["fused", "dense"])
 def test_perplexity_equals_the_reference_backends(checkpoint, emulated, small_text, crossover, monkeypatch):
-    tuning = dataclasses.replace(emulated.launcher.tuning, crossover={3: crossover})
-    monkeypatch.setattr(emulated.launcher, "tuning", tuning)
+    tuning = dataclasses.replace(TUNING, crossover={3: crossover})
+    monkeypatch.setattr(emulated, "launcher", Launcher(emulated.library, torch.device("cpu"), tuning, 8))
     reference = evaluate(checkpoint, [small_text], device="cpu", backend="torch", **SETTINGS)
     scores = evaluate(checkpoint, [small_text], device="cpu", backend="emulated", **SETTINGS)
     assert scores.backend == "emulated"
@@ -78,19 +77,20 @@ def test_generation_on_a_gpu(checkpoint, gpu):
     assert torch.equal(*ids)
 
 
-class PretendLinear(CudaLinear):
-    """Takes the CPU for a GPU that lacks the library."""
+class UnbuiltLinear(TorchLinear):
+    """Stands for a backend that should serve this device and cannot."""
 
     device_type = "cpu"
 
     @classmethod
-    def refusal(cls, packed, dtype):  # noqa: ARG003
+    def refusal(cls, weight, dtype):  # noqa: ARG003
         return "the kernels are not built"
 
 
 def test_a_fallback_is_announced_once(checkpoint, monkeypatch, caplog):
-    monkeypatch.setattr(backend, "AUTOMATIC", (PretendLinear, TorchLinear))
+    monkeypatch.setattr("gptqkit.kernels.linear.UnbuiltLinear", UnbuiltLinear, raising=False)
+    monkeypatch.setitem(BACKENDS, "cuda", "kernels.linear.UnbuiltLinear")
     model, _ = load(checkpoint, device="cpu")
-    assert model.gptqkit_backend.name == "torch"
+    assert model.gptqkit_backend.name == "cpu"
     [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "not cuda, because the kernels are not built" in warning.getMessage()
