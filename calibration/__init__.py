@@ -1,5 +1,1 @@
-"""Text -> token windows -> statistics of what each Linear receives."""
-
-from .windows import TokenWindows, load_texts, load_tokens, load_windows
-
-__all__ = ["TokenWindows", "load_texts", "load_tokens", "load_windows"]
+"""Text -> samples of tokens -> statistics of what each Linear receives."""

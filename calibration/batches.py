@@ -1,161 +1,136 @@
-"""Calibration tokens in batches, and what they feed a module turned into statistics."""
+"""Calibration samples in batches on the device, and which of them count."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import ArchitectureError, ConfigError, NonFiniteError
-from .statistics import InputStatistics
-from .windows import TokenWindows
+from .samples import Samples
 
 _LOG = logging.getLogger("gptqkit")
 _Result = TypeVar("_Result")
 
 
-class CalibrationBatches:
-    """Calibration tokens as batches on the device, and which of their samples count.
-
-    A batch is named by the range of its samples.
+class Batches:
+    """The samples that this process works on, batch by batch; a batch is named by the range of its samples.
 
     Args:
-        windows: All calibration tokens.
-        batch_size: Samples per batch, at most; it is halved where memory runs out.
+        samples: All calibration samples.
+        mine: Those of this process.
+        size: Samples per batch, at most; it is halved where memory runs out.
         device: Where the batches are wanted.
 
     Attributes:
-        samples: The samples that this process works on; at first all.
         counts: (samples,) bool, False for samples left out.
 
     Raises:
-        ConfigError: `batch_size` is not positive.
+        ConfigError: `size` is not positive.
     """
 
-    def __init__(self, windows: TokenWindows, batch_size: int, device: torch.device) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size is {batch_size}; it must be positive")
-        self.device = device
-        self.batch_size = batch_size
-        self.samples = range(len(windows.input_ids))
-        self.counts = torch.ones(len(windows.input_ids), dtype=torch.bool)
-        self._windows = windows
+    def __init__(self, samples: Samples, mine: range, size: int, device: torch.device) -> None:
+        if size < 1:
+            raise ConfigError(f"batch_size is {size}; it must be positive")
+        self.samples, self.mine, self.size, self.device = samples, mine, size, device
+        self.counts = torch.ones(len(samples.input_ids), dtype=torch.bool)
+        self._failed = False
 
-    def __getitem__(self, samples: range) -> Mapping[str, Tensor]:
-        """input_ids and, where there is padding, attention_mask of some samples, each (samples, length)."""
-        rows = slice(samples.start, samples.stop)
-        batch = {"input_ids": self._windows.input_ids[rows].to(self.device)}
-        if self._windows.attention_mask is not None:
-            batch["attention_mask"] = self._windows.attention_mask[rows].to(self.device)
-        return batch
+    def __iter__(self) -> Iterator[range]:
+        """Yield every batch; one for which `attempt` found too little memory comes again in halves."""
+        start = self.mine.start
+        while start < self.mine.stop:
+            batch = range(start, min(start + self.size, self.mine.stop))
+            self._failed = False
+            yield batch
+            if not self._failed:
+                start = batch.stop
 
-    def each(self, run: Callable[[range], _Result], use: Callable[[range, _Result], None]) -> None:
-        """Call `use(samples, run(samples))` for every batch.
-
-        Where `run` finds too little memory, the batch size is halved for good and the batch is run again.
+    def attempt(self, batch: range, work: Callable[..., _Result], *arguments: Any) -> _Result | None:
+        """Return what `work(batch, *arguments)` returns; None where memory ran out, so that the batch is to be halved.
 
         Raises:
             RuntimeError: Too little memory for a single sample; see `out_of_memory`.
         """
-        start = self.samples.start
-        while start < self.samples.stop:
-            samples = range(start, min(start + self.batch_size, self.samples.stop))
-            try:
-                result = run(samples)
-            except RuntimeError as error:
-                if len(samples) == 1 or not out_of_memory(error):
-                    raise
-                self.batch_size = len(samples) // 2
-                _LOG.warning("out of memory with %d samples; going on with %d", len(samples), self.batch_size)
-                if self.device.type == "cuda":
-                    torch.cuda.empty_cache()
-                continue
-            use(samples, result)
-            del result  # not beside that of the next batch
-            start = samples.stop
+        try:
+            return work(batch, *arguments)
+        except RuntimeError as error:
+            if len(batch) == 1 or not out_of_memory(error):
+                raise
+            self.size, self._failed = len(batch) // 2, True
+            _LOG.warning("out of memory with %d samples; going on with %d", len(batch), self.size)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None
 
-    @property
-    def excluded(self) -> int:
-        """Samples left out so far."""
-        return int((~self.counts).sum())
+    def tensors(self, batch: range) -> dict[str, Tensor]:
+        """Return what a model is called with: input_ids and, where there is padding, attention_mask."""
+        rows = slice(batch.start, batch.stop)
+        tensors = {"input_ids": self.samples.input_ids[rows].to(self.device)}
+        if self.samples.attention_mask is not None:
+            tensors["attention_mask"] = self.samples.attention_mask[rows].to(self.device)
+        return tensors
 
     @property
     def tokens(self) -> int:
         """Tokens that count."""
-        mask = self._windows.attention_mask
-        per_sample = self._windows.input_ids.shape[1] if mask is None else mask.sum(1)
+        mask = self.samples.attention_mask
+        per_sample = self.samples.input_ids.shape[1] if mask is None else mask.sum(1)
         return int((self.counts * per_sample).sum())
 
-    def add(
-        self,
-        statistics: Sequence[InputStatistics],
-        samples: range,
-        inputs: Tensor,
-        float_inputs: Tensor | None,
-        *,
-        routed: bool = False,
-        tokens: Tensor | None = None,
-        layer: int | None,
-        module: str,
-        skip: bool,
-    ) -> None:
-        """Add what one batch feeds one module to its statistics, padding and excluded samples masked out.
+    def counted(
+        self, batch: range, streams: Sequence[Tensor], tokens: Tensor | None, where: str, *, routed: bool, skip: bool
+    ) -> list[Tensor]:
+        """Return the rows of what a module receives that count: no padding, no samples left out.
 
         Args:
-            statistics: What to add to.
-            samples: The batch.
-            inputs: What the module receives, (..., in).
-            float_inputs: The same in the float model; for statistics with pairs.
+            batch: The batch.
+            streams: What the module receives, (..., in); then perhaps the same in the float model.
+            tokens: Which of the batch's tokens each row is, where that is known and not simply all of them in order.
+            where: The module, for messages.
             routed: Whether the rows are those of some tokens only, as experts receive them.
-            tokens: Then which of the batch's tokens each row is; None where nobody knows.
-            layer: Number of the block, for messages.
-            module: Name of the module, for messages.
             skip: Leave out samples with NaN or infinity.
 
         Raises:
             NonFiniteError: NaN or infinity in a sample that counts, unless `skip`, which excludes it from here on.
             ArchitectureError: Padding, and inputs whose rows are not the tokens of the batch.
         """
-        mask = self._token_mask(samples)
-        streams = [inputs] if float_inputs is None else [inputs, float_inputs]
-        streams = [stream.reshape(-1, stream.shape[-1]) for stream in streams]
-        count = len(streams[0])
+        mask = self._token_mask(batch)
+        flat = [stream.reshape(-1, stream.shape[-1]) for stream in streams]
+        count = len(flat[0])
         if tokens is None and not routed and count == mask.numel():
             tokens = torch.arange(count, device=mask.device)
         if tokens is None:
             if not bool(mask.all()):
                 raise ArchitectureError(
-                    f"{module} receives {count} rows for {mask.numel()} tokens, so padding and samples left out cannot "
-                    "be told apart; calibrate on whole windows (concatenate=True)"
+                    f"{where} receives {count} rows for {mask.numel()} tokens, so padding and samples left out cannot "
+                    "be told apart; calibrate on whole samples (concatenate=True)"
                 )
-        else:
-            broken = torch.stack([~torch.isfinite(stream).all(-1) for stream in streams]).any(0)
-            bad = torch.unique(tokens[broken & mask.flatten()[tokens]] // mask.shape[1]).cpu()
-            if len(bad):
-                if not skip:
-                    raise NonFiniteError(
-                        f"NaN or infinity in the inputs of {module}, {_where(layer)}, calibration sample "
-                        f"{samples.start + int(bad[0])}; "
-                        "check the model in this dtype, or set skip_nonfinite=True to leave such samples out"
-                    )
-                self.counts[samples.start + bad] = False
-                mask = self._token_mask(samples)
-            if not bool(mask.all()):
-                keep = mask.flatten()[tokens]
-                streams = [stream[keep] for stream in streams]
-        for one in statistics:
-            one.update(*streams)
+            return flat
+        broken = torch.stack([~torch.isfinite(stream).all(-1) for stream in flat]).any(0)
+        bad = torch.unique(tokens[broken & mask.flatten()[tokens]] // mask.shape[1]).cpu()
+        if len(bad):
+            if not skip:
+                raise NonFiniteError(
+                    f"NaN or infinity in the inputs of {where}, calibration sample {batch.start + int(bad[0])}; check "
+                    "the model in this dtype, or set skip_nonfinite=True to leave such samples out"
+                )
+            self.counts[batch.start + bad] = False
+            mask = self._token_mask(batch)
+        if bool(mask.all()):
+            return flat
+        keep = mask.flatten()[tokens]
+        return [stream[keep] for stream in flat]
 
-    def settle(self, counts: Sequence[Tensor], *, layer: int | None, module: str) -> None:
+    def settle(self, counts: Sequence[Tensor], where: str) -> None:
         """Leave out what any process left out.
 
         Args:
             counts: `counts` of all processes.
-            layer: For messages.
-            module: For messages.
+            where: The module at whose inputs it was found, for messages.
 
         Raises:
             NonFiniteError: No sample is left.
@@ -163,20 +138,16 @@ class CalibrationBatches:
         self.counts = torch.stack(list(counts)).all(0)
         if not self.counts.any():
             raise NonFiniteError(
-                f"NaN or infinity in every calibration sample: none is left at the inputs of {module}, "
-                f"{_where(layer)}; check the model in this dtype"
+                f"NaN or infinity in every calibration sample: none is left at the inputs of {where}; check the model "
+                "in this dtype"
             )
 
-    def _token_mask(self, samples: range) -> Tensor:
-        """(samples, length) bool on the device: tokens that are neither padding nor in an excluded sample."""
-        rows = slice(samples.start, samples.stop)
-        counts = self.counts[rows, None].expand(-1, self._windows.input_ids.shape[1])
-        mask = self._windows.attention_mask
+    def _token_mask(self, batch: range) -> Tensor:
+        """Return (samples, length) bool on the device: tokens that are neither padding nor in an excluded sample."""
+        rows = slice(batch.start, batch.stop)
+        counts = self.counts[rows, None].expand(-1, self.samples.input_ids.shape[1])
+        mask = self.samples.attention_mask
         return (counts if mask is None else counts & mask[rows]).to(self.device)
-
-
-def _where(layer: int | None) -> str:
-    return "the output layer" if layer is None else f"block {layer}"
 
 
 def out_of_memory(error: BaseException) -> bool:

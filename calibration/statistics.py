@@ -43,7 +43,7 @@ class InputStatistics:
 
     @property
     def sums(self) -> list[Tensor]:
-        """The sums themselves, (in, in) each: of H, above the diagonal, then of C. Whoever adds to them, adds tokens."""
+        """The sums themselves, (in, in) each: of H, above the diagonal, then of C. Who adds to them, adds tokens."""
         return [self._hessian] if self._cross is None else [self._hessian, self._cross]
 
     def update(self, inputs: Tensor, float_inputs: Tensor | None = None) -> None:

@@ -12,7 +12,7 @@ _WORST = 5
 
 
 def pipeline_tag(directory: Path) -> str:
-    """What the model in a finished directory is for, as the Hub calls it.
+    """Return what the model in a finished directory is for, as the Hub calls it.
 
     Only models that generate text have a generation_config.json, only those of sentence-transformers a modules.json.
     """
@@ -24,7 +24,7 @@ def pipeline_tag(directory: Path) -> str:
 
 
 def model_card(report: Mapping[str, Any], quantization: Mapping[str, Any], pipeline: str = "text-generation") -> str:
-    """README.md with front matter, settings, measured perplexity, errors per layer and how to load the checkpoint.
+    """Return README.md: front matter, settings, measured perplexity, errors per layer, how to load the checkpoint.
 
     Args:
         report: The quantization report, as written to quantization_report.json. Keys that are missing are left out.
@@ -66,7 +66,7 @@ def _settings(report: Mapping[str, Any], quantization: Mapping[str, Any]) -> str
         ("desc_act", config.get("desc_act")),
         ("act_group_aware", config.get("act_group_aware")),
         ("static_groups", config.get("static_groups")),
-        ("damp", config.get("damp")),
+        ("damp_percent", config.get("damp_percent")),
         ("calibration", _calibration(report)),
         ("seed", report.get("seed")),
         ("quantizer", ", ".join(meta.get("quantizer") or [])),

@@ -1,41 +1,40 @@
-"""GPTQ version 1 <-> version 2: the same checkpoint with its zeros stored the other way."""
+"""A checkpoint in another format: the same codes and grids, bit for bit or not at all."""
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import shutil
-import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, ConfigError, ConversionError
-from ..quantizer.config import FORMATS, Format
-from .card import model_card, pipeline_tag
-from .gptq import ZERO_OFFSET, count_outside, encode_zeros
-from .reader import Checkpoint, open_checkpoint
-from .shards import PICKLES, read_json, same_bits
+from torch import Tensor
+
+from ..errors import CheckpointError, ConfigError, ConversionError, ShapeError
+from ..quantizer.config import QuantizeConfig
+from .checkpoint import REPORT, Checkpoint, check_written, matrices, open_checkpoint, write_report
+from .formats import FORMATS, find_format
+from .shards import PICKLES, join_files, read_json, same_bits, write_files, write_json
 from .staging import staged
-from .writer import REPORT, write_json
+
+_PART_BYTES = 1 << 30
 
 
-def convert(source: Path | str, target: Path | str, *, format: Format, overwrite: bool = False) -> None:  # noqa: A002
-    """Write the checkpoint in `source` to `target` in the other format, without loss.
+def convert(source: Path | str, target: Path | str, *, format: str, overwrite: bool = False) -> None:  # noqa: A002
+    """Write the checkpoint in `source` to `target` in another format, without loss.
 
-    Only the words of the zeros change: they have the same size in both formats, so the files are copied and patched,
-    whatever their size, and every other tensor keeps its bytes. Configs are updated; our report and model card too. All
-    other files are carried over, but for pickles, hidden files and
-    linked folders.
+    Every layer is unpacked and packed again; all other tensors keep their bytes. Configs are updated, our report and
+    model card too. All other files are copied, but for pickles, hidden files and linked folders.
 
     Args:
         source: A checkpoint directory.
         target: The directory to make.
-        format: "gptq" or "gptq_v2".
+        format: One of `FORMATS`.
         overwrite: Replace a quantized model that is there already, after the new one is complete.
 
     Raises:
-        CheckpointError: `source` is damaged or no GPTQ checkpoint.
-        ConversionError: `source` has that format already, or zeros that it cannot hold: version 1 cannot hold 0, and
-            version 2 cannot hold 2^bits.
+        CheckpointError: `source` is damaged or no checkpoint that is read here.
+        ConversionError: `source` has that format already, or holds what the format cannot.
         ConfigError: An unknown format, or a target inside the source or around it.
         OutputExistsError: `target` exists, and `overwrite` is not set or it holds no quantized model.
         OSError: The disk refused; nothing is left behind.
@@ -47,102 +46,84 @@ def convert(source: Path | str, target: Path | str, *, format: Format, overwrite
     if inner.is_relative_to(outer) or outer.is_relative_to(inner):
         raise ConfigError(f"{target} and {source} lie in one another; choose a target elsewhere")
     checkpoint = open_checkpoint(source)
-    if checkpoint.format == format:
+    if checkpoint.declared.format == format:
         raise ConversionError(f"{source} is {format} already; there is nothing to convert")
-    _check_zeros(checkpoint, format)
     with staged(target, overwrite=overwrite) as directory:
         _copy(source, directory)
-        for file in checkpoint.files:
-            _patch_zeros(directory / file.name, checkpoint, format)
-        _update_json(directory, format)
-        _verify(checkpoint, open_checkpoint(directory), format)
+        parts = write_files(directory / ".part", _tensors(checkpoint, format), _PART_BYTES)
+        join_files(parts, directory)
+        for part in parts:
+            part.unlink()
+        _write_json(checkpoint, directory, format)
+        _verify(checkpoint, open_checkpoint(directory))
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy files, also behind links, and folders, but for pickles and what is hidden."""
+    """Copy files, also behind links, and folders, but for weights, pickles and what is hidden."""
     for entry in sorted(source.iterdir()):
-        if entry.name.startswith(".") or entry.suffix in PICKLES:
+        weights = entry.name.endswith((".safetensors", ".safetensors.index.json"))
+        if entry.name.startswith(".") or entry.suffix in PICKLES or weights:
             continue
         if entry.is_file():
             shutil.copyfile(entry, target / entry.name)
         elif entry.is_dir() and not entry.is_symlink():
-            (target / entry.name).mkdir()
-            _copy(entry, target / entry.name)
+            shutil.copytree(
+                entry, target / entry.name, ignore=shutil.ignore_patterns(".*", *(f"*{k}" for k in PICKLES))
+            )
 
 
-def _check_zeros(checkpoint: Checkpoint, format: Format) -> None:  # noqa: A002
-    """Refuse, with their number over all layers, zeros that `format` cannot hold."""
-    outside = total = 0
-    first = None
-    for name, spec in checkpoint.layers.items():
-        checkpoint.layer(name)  # refuses values that no reader could use
-        zeros = checkpoint.zeros(name)
-        count = count_outside(zeros, spec.bits, format)
-        outside += count
-        total += zeros.numel()
-        first = first or (name if count else None)
-    if outside:
-        what = "zero 0" if ZERO_OFFSET[format] else "zero 2^bits"
-        raise ConversionError(
-            f"{outside} of {total} zeros are {what}, which {format} cannot hold (the first in {first}); keep "
-            f"{checkpoint.format}, or quantize again for {format}"
-        )
+def _tensors(checkpoint: Checkpoint, format: str) -> Iterator[tuple[str, Tensor]]:  # noqa: A002
+    """Yield all tensors in the order of the files, those of layers as `format` packs them."""
+    packed: set[str] = set()
+    others = set(checkpoint.other_names)
+    for full_name in checkpoint.tensors.where:
+        name = full_name.rpartition(".")[0]
+        if full_name in others or full_name == f"{name}.bias":
+            yield full_name, checkpoint.tensor(full_name)
+        elif name not in packed:
+            packed.add(name)
+            try:
+                tensors = find_format(format).pack(checkpoint.weight(name))
+            except (ConversionError, ShapeError) as error:
+                raise ConversionError(f"{name}: {error}") from error
+            yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in tensors.items())
 
 
-def _patch_zeros(file: Path, checkpoint: Checkpoint, format: Format) -> None:  # noqa: A002
-    """Overwrite the qzeros in a copied safetensors file: 8 bytes of header length, JSON header, then the data."""
-    with file.open("r+b") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header: dict[str, Any] = json.loads(stream.read(length))
-        for name, spec in checkpoint.layers.items():
-            entry = header.get(f"{name}.qzeros")
-            if entry is None:
-                continue
-            words = encode_zeros(checkpoint.zeros(name), spec.bits, format)
-            stream.seek(8 + length + entry["data_offsets"][0])
-            stream.write(words.numpy().tobytes())
-
-
-def _update_json(directory: Path, format: Format) -> None:  # noqa: A002
-    """Name the new format wherever a config names the old one."""
-    quantization: dict[str, Any] = {}
-    config = read_json(directory / "config.json")
-    if isinstance(config.get("quantization_config"), dict):
-        quantization = _with_format(config["quantization_config"], format)
-        write_json(directory / "config.json", {**config, "quantization_config": quantization})
-    if (directory / "quantize_config.json").exists():
-        quantization = _with_format(read_json(directory / "quantize_config.json"), format)
-        write_json(directory / "quantize_config.json", quantization)
-    meta = quantization.get("meta")
-    if (directory / REPORT).exists() and isinstance(meta, dict) and "gptqkit" in meta:
+def _write_json(checkpoint: Checkpoint, directory: Path, format: str) -> None:  # noqa: A002
+    """Let every config say what the new files are; what the source says beside that stays."""
+    declared, before = checkpoint.declared, checkpoint.quantization_config
+    found = before.get("meta")
+    meta: dict[str, Any] = found if isinstance(found, dict) else {}
+    ours = isinstance(meta.get("gptqkit"), dict)
+    config = QuantizeConfig(bits=declared.bits, group_size=declared.group_size, sym=declared.sym, format=format)
+    if ours:
+        config = dataclasses.replace(QuantizeConfig.from_dict(meta["gptqkit"]), format=format)
+    new = find_format(format).write_config(
+        config, checkpoint.layers, matrices(checkpoint.other_names, checkpoint.tensors)
+    )
+    values: dict[str, Any] = {**before, **{key: new[key] for key in ("quant_method", "checkpoint_format", "format")}}
+    if ours:
+        values["meta"] = {**meta, "gptqkit": new["meta"]["gptqkit"]}
+    model_config = read_json(directory / "config.json")
+    if isinstance(model_config.get("quantization_config"), dict):
+        write_json(directory / "config.json", {**model_config, "quantization_config": values})
+    if (directory / "quantize_config.json").exists() or "quantization_config" not in model_config:
+        write_json(directory / "quantize_config.json", values)
+    if (directory / REPORT).exists() and ours:
         report = read_json(directory / REPORT)
-        if isinstance(report.get("config"), dict):
-            report["config"]["format"] = format
-        write_json(directory / REPORT, report)
         try:
-            card = model_card(report, quantization, pipeline_tag(directory))
+            report["config"]["format"] = format
+            write_report(directory, report, values)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{REPORT} is damaged ({error!r}); delete it, it is not needed") from error
-        (directory / "README.md").write_text(card, encoding="utf-8", newline="\n")
 
 
-def _with_format(quantization: dict[str, Any], format: Format) -> dict[str, Any]:  # noqa: A002
-    values = {**quantization, "checkpoint_format": format, "format": format}
-    meta = values.get("meta")
-    if isinstance(meta, dict) and isinstance(meta.get("gptqkit"), dict):
-        values["meta"] = {**meta, "gptqkit": {**meta["gptqkit"], "format": format}}
-    return values
-
-
-def _verify(before: Checkpoint, after: Checkpoint, format: Format) -> None:  # noqa: A002
-    """Read everything back: the same zeros in the new format, and the same bits everywhere else."""
-    if after.format != format or list(after.layers) != list(before.layers):
+def _verify(before: Checkpoint, after: Checkpoint) -> None:
+    """Read everything back: the same weights, and the same bits everywhere else."""
+    if after.layers.keys() != before.layers.keys() or after.tensors.where.keys() != before.tensors.where.keys():
         raise CheckpointError(f"{after.path} reads back as another checkpoint than was written")
-    zeros = {f"{name}.qzeros": name for name in before.layers}
-    for name in before.tensor_names:
-        if name in zeros:
-            same = same_bits(after.zeros(zeros[name]), before.zeros(zeros[name]))
-        else:
-            same = same_bits(after.tensor(name), before.tensor(name))
-        if not same:
+    for name in before.layers:
+        check_written(name, after.weight(name), before.weight(name))
+    for name in (name for name in before.tensors.where if name in before.other_names or name.endswith(".bias")):
+        if not same_bits(after.tensor(name), before.tensor(name)):
             raise CheckpointError(f"{name} reads back differently; disk or memory is faulty")

@@ -5,11 +5,144 @@ A new format is one file of this folder, with a `Format`, and one entry of `FORM
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
+
+from ..errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..quantizer.grid import Snap
+    from ..quantizer.quantized import QuantizedWeight
 
 FORMATS = {
     "gptq": "export.gptq.V1",
     "gptq_v2": "export.gptq.V2",
 }
 """Every format by name, with the place of its `Format` in this package."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """What a checkpoint's quantization config declares.
+
+    Attributes:
+        format: One of `FORMATS`.
+        bits: Bits per code, unless `dynamic` says otherwise for a module.
+        group_size: Columns per group; None for one group per row.
+        sym: Symmetric.
+        desc_act: Act-order; the tensors decide.
+        writer: The program that wrote it, where it says so.
+        dynamic: Settings of single modules by regular expression on the full name, as GPTQModel writes them: "-:" at
+            its beginning stands for modules in floating point.
+    """
+
+    format: str
+    bits: int
+    group_size: int | None
+    sym: bool
+    desc_act: bool
+    writer: str | None = None
+    dynamic: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def for_module(self, name: str) -> tuple[int, int | None, bool]:
+        """Return bits, group_size and sym of the module `name`: the first pattern that matches counts."""
+        for pattern, values in self.dynamic.items():
+            if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), name):
+                size = values.get("group_size", -1 if self.group_size is None else self.group_size)
+                return values.get("bits", self.bits), None if size == -1 else size, bool(values.get("sym", self.sym))
+        return self.bits, self.group_size, self.sym
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """What is known of a quantized layer without reading its weights.
+
+    Attributes:
+        in_features: Columns of the weight.
+        out_features: Rows of the weight.
+        bits: Bits per code.
+        group_size: Columns per group (all columns where a group is a whole row).
+        sym: Declared symmetric.
+        act_order: Whether the group of column k is not simply k // group_size.
+    """
+
+    in_features: int
+    out_features: int
+    bits: int
+    group_size: int
+    sym: bool
+    act_order: bool
+
+    @classmethod
+    def of(cls, weight: QuantizedWeight) -> LayerSpec:
+        """Return that of a weight that is about to be written."""
+        return cls(
+            in_features=weight.in_features,
+            out_features=weight.out_features,
+            bits=weight.bits,
+            group_size=weight.group_size,
+            sym=weight.sym,
+            act_order=not weight.trivial_group_index,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """How one format holds quantized weights.
+
+    Attributes:
+        suffixes: The tensors of a layer, below its name.
+        snap: The nearest scale and offset that it can hold, on which the solver builds its grids.
+        check: (shape, columns per group or None): raises ConfigError, before any work, for what it cannot hold.
+        pack: A weight -> its tensors by suffix, exactly; ConversionError or ShapeError where it cannot hold it.
+        spec: (name, tensors, declared) -> what they are, from shapes and dtypes; CheckpointError where they contradict.
+        unpack: (name, tensors, spec) -> the weight, exactly; CheckpointError for values that no reader could use.
+        write_config: (QuantizeConfig, layers, names of float matrices) -> the quantization config of a checkpoint.
+        read_config: (quantization config, its file for messages) -> what it declares; CheckpointError.
+        container: The kind of file that it lives in.
+    """
+
+    suffixes: Sequence[str]
+    snap: Snap
+    check: Callable[[tuple[int, int], int | None], None]
+    pack: Callable[[QuantizedWeight], dict[str, Tensor]]
+    spec: Callable[[str, Mapping[str, Tensor], Declared], LayerSpec]
+    unpack: Callable[[str, Mapping[str, Tensor], LayerSpec], QuantizedWeight]
+    write_config: Callable[[Any, Mapping[str, LayerSpec], Sequence[str]], dict[str, Any]]
+    read_config: Callable[[Mapping[str, Any], str], Declared]
+    container: str = "safetensors"
+
+
+def find_format(name: str) -> Format:
+    """Return the format called `name`, one of `FORMATS`."""
+    module, _, attribute = FORMATS[name].rpartition(".")
+    return cast(Format, getattr(import_module(f"gptqkit.{module}"), attribute))
+
+
+def declared_format(values: Mapping[str, Any], where: str) -> str:
+    """Return the name of the format that a quantization config declares, whoever wrote it.
+
+    Args:
+        values: The parsed JSON object.
+        where: The file, for messages.
+
+    Raises:
+        CheckpointError: One that is not read here.
+    """
+    method = values.get("quant_method", values.get("method", "gptq"))
+    # checkpoint_format overrides format, as in transformers; both are young, and files without them are version 1.
+    layout = values.get("checkpoint_format") or values.get("format") or "gptq"
+    if values.get("is_marlin_format"):
+        layout = "marlin"
+    name = str(layout if method == "gptq" else method)
+    if name not in FORMATS:
+        raise CheckpointError(
+            f"{where}: the checkpoint format is {name!r}; {', '.join(FORMATS)} are read here. Save it again in one of "
+            "these with the program that wrote it"
+        )
+    return name

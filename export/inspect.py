@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .quantization_config import FUSED, skipped_modules
-from .reader import Checkpoint, LayerSpec, open_checkpoint
-
-_PACKED = ("qweight", "qzeros", "scales", "g_idx")
+from .checkpoint import Checkpoint, matrices, open_checkpoint
+from .formats import LayerSpec
+from .gptq_config import FUSED, skipped_modules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +72,7 @@ class CheckpointSummary:
 
 
 def inspect(path: Path | str) -> CheckpointSummary:
-    """What the checkpoint in `path` is, without loading its weights.
+    """Return what the checkpoint in `path` is, without loading its weights.
 
     What other programs can load was found by running them or, for SGLang and the kernels of vLLM, by reading them:
     GPTQModel 7.5, transformers 5.23 with optimum 2.3, vLLM 0.32, SGLang, AutoGPTQ 0.7.1. vLLM and SGLang are meant on
@@ -85,18 +84,18 @@ def inspect(path: Path | str) -> CheckpointSummary:
     """
     checkpoint = open_checkpoint(path)
     specs = checkpoint.layers.values()
-    packed = {f"{name}.{key}" for name in checkpoint.layers for key in _PACKED}
+    packed = {f"{name}.{key}" for name in checkpoint.layers for key in checkpoint.format.suffixes}
     weights = sum(spec.in_features * spec.out_features for spec in specs)
-    sizes = {name: checkpoint.tensor(name).nbytes for name in checkpoint.tensor_names}
+    sizes = {name: checkpoint.tensor(name).nbytes for name in checkpoint.tensors.where}
     packed_bytes = sum(size for name, size in sizes.items() if name in packed)
     others = [checkpoint.tensor(name) for name in sizes if name not in packed]
     return CheckpointSummary(
-        format=checkpoint.format,
-        writer=checkpoint.settings.writer,
+        format=checkpoint.declared.format,
+        writer=checkpoint.declared.writer,
         bits=dict(sorted(Counter(spec.bits for spec in specs).items())),
         group_sizes=dict(sorted(Counter(map(_declared_group, specs)).items())),
-        sym=checkpoint.sym,
-        desc_act=checkpoint.desc_act,
+        sym=checkpoint.declared.sym,
+        desc_act=checkpoint.declared.desc_act,
         act_order_layers=sum(spec.act_order for spec in specs),
         quantized_layers=len(checkpoint.layers),
         quantized_weights=weights,
@@ -143,9 +142,9 @@ def _against_gptqmodel(checkpoint: Checkpoint) -> Iterator[str]:
         yield "looks for experts under other names, mlp.experts.N.gate_proj and so on"
     if checkpoint.model_config.get("model_type") == "gpt_oss":
         yield "computes other logits for this architecture"
-    version = re.search(r"gptqmodel:(\d+)\.(\d+)", checkpoint.settings.writer or "", re.IGNORECASE)
+    version = re.search(r"gptqmodel:(\d+)\.(\d+)", checkpoint.declared.writer or "", re.IGNORECASE)
     trusted = version is not None and (int(version[1]), int(version[2])) >= (0, 9)
-    if checkpoint.format == "gptq" and not checkpoint.sym and not trusted:
+    if checkpoint.declared.format == "gptq" and not checkpoint.declared.sym and not trusted:
         yield "refuses asymmetric version 1 files of other programs; convert to gptq_v2"
     yield from _odd_dimensions(checkpoint, 32, 32)
 
@@ -154,13 +153,12 @@ def _against_transformers(checkpoint: Checkpoint) -> Iterator[str]:
     yield from _untried(checkpoint)
     yield from _odd_dimensions(checkpoint, 32, 32)
     yield from _mixed(checkpoint)
-    names = set(checkpoint.tensor_names)
-    without = [name for name in checkpoint.layers if f"{name}.g_idx" not in names]
+    without = [name for name in checkpoint.layers if f"{name}.g_idx" not in checkpoint.tensors.where]
     if without:
         yield f"needs g_idx, which {len(without)} layers lack"
     if outside := _outside_blocks(checkpoint):
         yield f"leaves the quantized {', '.join(outside)} at random values"
-    skipped = skipped_modules(checkpoint.layers, _matrices(checkpoint))
+    skipped = skipped_modules(checkpoint.layers, matrices(checkpoint.other_names, checkpoint.tensors))
     groups = checkpoint.quantization_config.get("modules_in_block_to_quantize")
     if not isinstance(groups, list):
         groups = []
@@ -179,7 +177,7 @@ def _against_vllm(checkpoint: Checkpoint) -> Iterator[str]:
     if not all(spec.sym for spec in checkpoint.layers.values()):
         yield "serves symmetric checkpoints only"
     sizes = {_declared_group(spec) for spec in checkpoint.layers.values()}
-    if checkpoint.desc_act and sizes != {-1}:
+    if checkpoint.declared.desc_act and sizes != {-1}:
         yield "rejects desc_act with groups; quantize with static_groups or act_group_aware"
     if any(spec.act_order for spec in checkpoint.layers.values()):
         yield "ignores g_idx, so act-order comes out wrong"
@@ -200,19 +198,19 @@ def _against_sglang(checkpoint: Checkpoint) -> Iterator[str]:
 
 def _against_autogptq(checkpoint: Checkpoint) -> Iterator[str]:
     yield from _untried(checkpoint)
-    if checkpoint.format == "gptq_v2":
+    if checkpoint.declared.format == "gptq_v2":
         yield "reads version 2 as version 1 without notice, every zero off by one; convert to gptq"
     yield from _mixed(checkpoint)
     if outside := _outside_blocks(checkpoint):
         yield f"quantizes nothing outside the blocks, but {', '.join(outside)} is"
-    if skipped := skipped_modules(checkpoint.layers, _matrices(checkpoint)):
+    if skipped := skipped_modules(checkpoint.layers, matrices(checkpoint.other_names, checkpoint.tensors)):
         yield f"cannot leave modules of the blocks in floating point ({len(skipped)} are)"
     yield from _odd_dimensions(checkpoint, 32, 32)
 
 
 def _mixed(checkpoint: Checkpoint) -> Iterator[str]:
     if any(
-        (spec.bits, spec.group_size) != (checkpoint.bits, checkpoint.group_size or spec.in_features)
+        (spec.bits, spec.group_size) != (checkpoint.declared.bits, checkpoint.declared.group_size or spec.in_features)
         for spec in checkpoint.layers.values()
     ):
         yield "knows one setting of bits and group size for all modules"
@@ -241,7 +239,7 @@ def _fused(checkpoint: Checkpoint) -> Iterator[str]:
     kinds: dict[str, set[tuple[int, int] | None]] = {}
     for name, spec in checkpoint.layers.items():
         kinds.setdefault(_fused_name(name), set()).add((spec.bits, spec.group_size))
-    for name in skipped_modules(checkpoint.layers, _matrices(checkpoint)):
+    for name in skipped_modules(checkpoint.layers, matrices(checkpoint.other_names, checkpoint.tensors)):
         kinds.setdefault(_fused_name(name), set()).add(None)
     if unlike := [name for name, found in kinds.items() if len(found) > 1]:
         yield f"needs the parts of {unlike[0]} quantized alike"
@@ -254,10 +252,6 @@ def _fused_name(name: str) -> str:
 
 def _outside_blocks(checkpoint: Checkpoint) -> list[str]:
     return [name for name in checkpoint.layers if not any(part.isdigit() for part in name.split("."))]
-
-
-def _matrices(checkpoint: Checkpoint) -> list[str]:
-    return [name for name in checkpoint.other_names if checkpoint.tensor(name).ndim == 2]
 
 
 def _listed(values: list[int]) -> str:

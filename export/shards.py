@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint directory as one set of named tensors.
+"""The safetensors files of a checkpoint directory as one set of named tensors, and how such files are written.
 
 Only safetensors files are ever opened: pickles can run code. Nothing outside the directory is followed.
 """
@@ -6,61 +6,71 @@ Only safetensors files are ever opened: pickles can run code. Nothing outside th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CheckpointError
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+MAX_SHARD_BYTES = 4 << 30
+JOINED_BYTES = 64 << 20  # files are joined up to this, so that joining takes little memory
 
 
 class Shards:
-    """The tensors of several safetensors files by name, mapped on demand."""
+    """The tensors of several safetensors files by name, mapped on demand.
 
-    def __init__(self, files: dict[Path, Any], where: dict[str, Path]) -> None:
-        self._files = files
-        self._where = where
+    Args:
+        where: The file of every tensor.
+        handles: The files, opened.
+    """
+
+    def __init__(self, where: Mapping[str, Path], handles: Mapping[Path, Any]) -> None:
+        self.where = dict(where)
+        self._handles = handles
 
     @property
     def files(self) -> list[Path]:
         """The files, in order."""
-        return list(self._files)
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all tensors."""
-        return list(self._where)
-
-    @property
-    def where(self) -> dict[str, Path]:
-        """The file of every tensor."""
-        return dict(self._where)
+        return list(self._handles)
 
     def get(self, name: str) -> Tensor:
-        """The tensor called `name`, mapped from its file.
+        """Return the tensor called `name`, mapped from its file.
 
         Raises:
             CheckpointError: No such tensor, or one of a dtype that torch does not know.
         """
-        if name not in self._where:
-            raise CheckpointError(f"the checkpoint has no tensor {name!r}; it has {some(self._where)}")
+        if name not in self.where:
+            raise CheckpointError(f"the checkpoint has no tensor {name!r}; it has {some(self.where)}")
         try:
-            return cast(Tensor, self._files[self._where[name]].get_tensor(name))
+            return cast(Tensor, self._handles[self.where[name]].get_tensor(name))
         except SafetensorError as error:
-            raise CheckpointError(f"{self._where[name]}: {name} cannot be read: {error}") from error
+            raise CheckpointError(f"{self.where[name]}: {name} cannot be read: {error}") from error
+
+    def slice(self, name: str) -> Any:
+        """Return a handle of the tensor `name`, of which nothing is read yet, as transformers' loader takes it."""
+        return self._handles[self.where[name]].get_slice(name)
 
     def below(self, name: str, keys: Iterable[str]) -> dict[str, Tensor]:
-        """Those of the tensors `name.key` that exist, by key."""
-        return {key: self.get(f"{name}.{key}") for key in keys if f"{name}.{key}" in self._where}
+        """Return those of the tensors `name.key` that exist, by key."""
+        return {key: self.get(f"{name}.{key}") for key in keys if f"{name}.{key}" in self.where}
 
     @classmethod
-    def open(cls, path: Path, base_name: object) -> Shards:
-        """All tensors of the checkpoint in the directory `path`.
+    def of_files(cls, files: Iterable[Path]) -> Shards:
+        """Return all tensors of some files."""
+        handles = {file: _open(file) for file in files}
+        return cls({name: file for file, handle in handles.items() for name in handle.keys()}, handles)  # noqa: SIM118
+
+    @classmethod
+    def of_folder(cls, path: Path, base_name: object = None) -> Shards:
+        """Return all tensors of the checkpoint in the directory `path`.
 
         Args:
             path: The directory.
@@ -71,19 +81,125 @@ class Shards:
                 is not there, or damaged headers.
         """
         index = _find_index(path)
-        if index is not None:
-            weight_map = _weight_map(index)
-            files = {path / file: _open(path / file) for file in dict.fromkeys(weight_map.values())}
-            held = {file: set(handle.keys()) for file, handle in files.items()}
-            for name, file in weight_map.items():
-                if name not in held[path / file]:
-                    raise CheckpointError(
-                        f"{index} puts {name} into {file}, which does not hold it; fetch both files again"
-                    )
-            return cls(files, {name: path / file for name, file in weight_map.items()})
-        single = _find_single(path, base_name)
-        handle = _open(single)
-        return cls({single: handle}, dict.fromkeys(handle.keys(), single))
+        if index is None:
+            return cls.of_files([_find_single(path, base_name)])
+        weight_map = _weight_map(index)
+        handles = {path / file: _open(path / file) for file in dict.fromkeys(weight_map.values())}
+        held = {file: set(handle.keys()) for file, handle in handles.items()}
+        for name, file in weight_map.items():
+            if name not in held[path / file]:
+                raise CheckpointError(
+                    f"{index} puts {name} into {file}, which does not hold it; fetch both files again"
+                )
+        return cls({name: path / file for name, file in weight_map.items()}, handles)
+
+
+def write_files(stem: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes: int = MAX_SHARD_BYTES) -> list[Path]:
+    """Write tensors, in order, into as many files STEM.N.safetensors as `max_bytes` makes necessary, synced.
+
+    Args:
+        stem: Path and beginning of the names.
+        tensors: By name, each made when its turn comes.
+        max_bytes: Start a new file before one grows beyond this; a larger tensor gets a file of its own.
+
+    Raises:
+        OSError: The disk refused.
+    """
+    files: list[Path] = []
+    batch: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if batch and size + tensor.nbytes > max_bytes:
+            files.append(_save(stem.with_name(f"{stem.name}.{len(files)}.safetensors"), batch))
+            batch, size = {}, 0
+        batch[name] = tensor
+        size += tensor.nbytes
+    files.append(_save(stem.with_name(f"{stem.name}.{len(files)}.safetensors"), batch))
+    return files
+
+
+def join_files(files: Sequence[Path], directory: Path, max_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Make the shards of a checkpoint of `files`, with an index where there are several: links, and small ones joined.
+
+    Args:
+        files: In the order wanted; they stay as they are.
+        directory: Where the shards are to be; on the same file system, so that nothing is copied.
+        max_bytes: Join no more than this.
+
+    Raises:
+        CheckpointError: A file is damaged, tensors of one name stand in two, or a shard reads back differently.
+        OSError: The disk refused.
+    """
+    seen: dict[str, Path] = {}
+    for file in files:
+        for name in _open(file).keys():  # noqa: SIM118
+            if seen.setdefault(name, file) != file:
+                raise CheckpointError(f"{name} stands in two files, {seen[name]} and {file}")
+    groups = list(_groups(files, min(max_bytes, JOINED_BYTES)))
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, group in enumerate(groups, start=1):
+        single = len(groups) == 1
+        shard = directory / ("model.safetensors" if single else f"model-{number:05}-of-{len(groups):05}.safetensors")
+        parts = Shards.of_files(group)
+        if len(group) == 1:
+            _link(group[0], shard)
+        else:
+            _save(shard, {name: parts.get(name) for name in parts.where})
+            written = Shards.of_files([shard])
+            for name in parts.where:
+                if not same_bits(written.get(name), parts.get(name)):
+                    raise CheckpointError(f"{name} in {shard} reads back differently; disk or memory is faulty")
+        weight_map |= dict.fromkeys(parts.where, shard.name)
+        total += sum(parts.get(name).nbytes for name in parts.where)
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(directory / "model.safetensors.index.json", index)
+
+
+def _groups(files: Sequence[Path], max_bytes: int) -> Iterator[list[Path]]:
+    """Yield neighbouring files that are small together."""
+    group: list[Path] = []
+    size = 0
+    for file in files:
+        more = file.stat().st_size
+        if group and size + more > max_bytes:
+            yield group
+            group, size = [], 0
+        group.append(file)
+        size += more
+    yield group
+
+
+def _link(file: Path, target: Path) -> None:
+    try:
+        os.link(file, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(file, target)
+
+
+def _save(path: Path, tensors: Mapping[str, Tensor]) -> Path:
+    """Write and sync one file; clones let go of memory that a tensor shares with others."""
+    ready = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        if own.untyped_storage().nbytes() != own.nbytes or own.data_ptr() in seen:
+            own = own.clone()
+        seen.add(own.data_ptr())
+        ready[name] = own
+    try:
+        save_file(ready, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written: {error}") from error
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+    return path
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write `values` as indented JSON that ends in a newline, the same on every system."""
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
 
 
 def _find_index(path: Path) -> Path | None:
@@ -117,7 +233,7 @@ def _find_single(path: Path, base_name: object) -> Path:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """The file of every tensor: plain safetensors names beside the index, never paths."""
+    """Return the file of every tensor: plain safetensors names beside the index, never paths."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map; fetch it again")
@@ -140,13 +256,13 @@ def _open(file: Path) -> Any:
 
 
 def some(names: Iterable[str], limit: int = 4) -> str:
-    """The first few of `names`, for messages."""
+    """Return the first few of `names`, for messages."""
     listed = list(names)
     return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`.
+    """Return the JSON object in `path`.
 
     Raises:
         CheckpointError: No such file, or no JSON object in it.
@@ -163,7 +279,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors hold the same bits: NaN equals itself, and 0 differs from -0."""
+    """Return whether two tensors hold the same bits: NaN equals itself, and 0 differs from -0."""
     right = right.detach().cpu()
     if left.shape != right.shape or left.dtype != right.dtype:
         return False

@@ -18,7 +18,7 @@ from ..errors import OutputExistsError
 
 @contextmanager
 def staged(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A new directory to fill; it becomes `target` when the block ends, and vanishes when the block raises.
+    """Give a new directory to fill; it becomes `target` when the block ends, and vanishes when the block raises.
 
     Args:
         target: The directory to make; missing parents are made too.

@@ -14,7 +14,7 @@ from ..errors import CalibrationError, NonFiniteError, ShapeError
 from ..kernels.library import KernelLibrary
 from ..kernels.sweep import MOST_COLUMNS, sweep_block, sweep_library
 from .config import QuantizeConfig
-from .factor import factorize
+from .factor import HessianFactor, factorize
 from .grid import GroupGrid, IntegerZeroPoint, Snap, fit_grid
 from .methods import Method, Moments, Solution
 from .order import ColumnOrder, column_order
@@ -69,7 +69,7 @@ def solve_gptq(weight: Tensor, moments: Moments | None, config: QuantizeConfig, 
     """
     if moments is None:
         raise CalibrationError("GPTQ needs calibration; give text, or use the method rtn")
-    return solve_gptaq(weight, Moments(hessian=moments.hessian), config, snap)
+    return solve_gptaq(weight, Moments(hessian=moments.hessian, prepared=moments.prepared), config, snap)
 
 
 @torch.no_grad()
@@ -98,23 +98,12 @@ def solve_gptaq(weight: Tensor, moments: Moments | None, config: QuantizeConfig,
             raise ShapeError(
                 f"{name} is {tuple(matrix.shape)}, but a weight of {tuple(weight.shape)} needs {(columns, columns)}"
             )
-    diagonal, group_size = moments.hessian.diagonal(), config.group_size or columns
-    order = column_order(
-        diagonal,
-        group_size,
-        desc_act=config.desc_act,
-        static_groups=config.static_groups,
-        act_group_aware=bool(config.act_group_aware),
-    )
-    factor = factorize(moments.hessian, order.permutation, config.damp_percent, dtype)
+    group_size = config.group_size or columns
+    order, factor, shift = _prepare(moments, config, group_size, dtype)
     with full_float32():
-        shift = None
-        if moments.cross is not None:
-            in_order = moments.cross[order.permutation][:, order.permutation].to(dtype)
-            shift = correction(in_order, factor.upper, config.alpha)
         sweep = _Sweep(target[order.permutation], order, config, snap)
         if order.static:
-            sweep.fit_static_grids(diagonal[order.permutation].to(dtype))
+            sweep.fit_static_grids(moments.hessian.diagonal()[order.permutation].to(dtype))
         # A block is whole groups, unless one group spans the row.
         whole = config.block_size // group_size * group_size
         block_size = config.block_size if group_size == columns else max(whole, group_size)
@@ -131,6 +120,31 @@ def solve_gptaq(weight: Tensor, moments: Moments | None, config: QuantizeConfig,
 RTN = Method(solve=solve_rtn)
 GPTQ = Method(solve=solve_gptq, needs=frozenset({"hessian"}))
 GPTAQ = Method(solve=solve_gptaq, needs=frozenset({"hessian", "cross"}))
+
+
+def _prepare(
+    moments: Moments, config: QuantizeConfig, group_size: int, dtype: torch.dtype
+) -> tuple[ColumnOrder, HessianFactor, Tensor | None]:
+    """Return the order of columns, R and P, which are the same for every weight that receives the same inputs."""
+    orders = (config.desc_act, config.static_groups, bool(config.act_group_aware))
+    key = (group_size, *orders, config.damp_percent, config.alpha, dtype, moments.cross is None)
+    if key not in moments.prepared:
+        order = column_order(
+            moments.hessian.diagonal(),
+            group_size,
+            desc_act=config.desc_act,
+            static_groups=config.static_groups,
+            act_group_aware=bool(config.act_group_aware),
+        )
+        factor = factorize(moments.hessian, order.permutation, config.damp_percent, dtype)
+        shift = None
+        if moments.cross is not None:
+            with full_float32():
+                in_order = moments.cross[order.permutation][:, order.permutation].to(dtype)
+                shift = correction(in_order, factor.upper, config.alpha)
+        moments.prepared[key] = (order, factor, shift)
+    found: tuple[ColumnOrder, HessianFactor, Tensor | None] = moments.prepared[key]
+    return found
 
 
 def correction(cross: Tensor, factor: Tensor, alpha: float) -> Tensor:

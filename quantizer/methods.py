@@ -6,14 +6,13 @@ A new method is one function, with a `Method` beside it, and one entry of `METHO
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .config import QuantizeConfig
     from .grid import Snap
     from .quantized import QuantizedWeight
 
@@ -33,10 +32,12 @@ class Moments:
         hessian: H, the mean of x xT, (in, in) float32.
         cross: C, the mean of (x~ - x) xT, (in, in) float32, x~ the float model's inputs; where the method needs it and
             tokens of both models can be paired.
+        prepared: What a solver wants to keep of them, such as factors, for the next weight that receives the same.
     """
 
     hessian: Tensor
     cross: Tensor | None = None
+    prepared: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,7 +61,7 @@ class Solution:
 
 
 if TYPE_CHECKING:
-    Solve: TypeAlias = Callable[[Tensor, Moments | None, QuantizeConfig, Snap], Solution]
+    Solve: TypeAlias = Callable[[Tensor, Moments | None, Any, Snap], Solution]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,8 @@ class Method:
 
     Attributes:
         solve: (weight, moments, config, snap) -> solution. weight is W, (out, in) in any float dtype; it and the
-            moments, None without calibration, are not modified. snap is what the file can hold.
+            moments, None without calibration, are not modified. config is a QuantizeConfig; snap is what the file can
+            hold.
         needs: "hessian" where it cannot do without calibration, and "cross" where it compares with the float model.
     """
 

@@ -20,7 +20,7 @@ class QuantizedWeight:
 
     Attributes:
         codes: (out, in) uint8, columns in the model's own order, each in 0 ... 2^bits - 1.
-        scale: (out, groups) float32, positive.
+        scale: (out, groups) float32; the solver's are positive.
         offset: (out, groups) float32.
         group_index: (in,) int32, the group of every input column.
         bits: Bits per code.
@@ -73,10 +73,12 @@ class QuantizedWeight:
     def zero_point(self) -> Tensor:
         """Return the integer zero points -offset / scale, (out, groups) int16.
 
+        Where the scale is 0, as in some files of other programs, every zero point will do.
+
         Raises:
             ShapeError: Some offset is no whole multiple of its scale.
         """
-        zero = (-self.offset / self.scale).round()
+        zero = torch.where(self.scale == 0, 2.0 ** (self.bits - 1), (-self.offset / self.scale).round())
         off = int((-(zero * self.scale) != self.offset).sum())
         if off:
             raise ShapeError(f"{off} of {zero.numel()} groups have no integer zero point")

@@ -28,42 +28,52 @@ from .progress import Progress
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .budget import Plan
+    from .api import QuantizeResult, quantize
+    from .calibration.config import Calibration
     from .evaluating import evaluate
+    from .evaluation.compare import Scores
+    from .evaluation.config import Evaluation
     from .evaluation.embeddings import EmbeddingScores
-    from .evaluation.scores import Scores
+    from .export.checkpoint import Checkpoint, open_checkpoint
     from .export.convert import convert
     from .export.inspect import CheckpointSummary, inspect
     from .loading import load
-    from .planning import plan
+    from .memory import MemoryEstimate, plan
     from .quantizer.config import ModuleOverride, QuantizeConfig
     from .quantizer.quantized import QuantizedWeight
-    from .quantizer.report import ModuleReport, QuantizationReport
-    from .quantizing import QuantizeResult, quantize
+    from .report import ModuleReport, QuantizationReport
+    from .run import Run
 
 _HOMES = {
+    "Calibration": "calibration.config",
+    "Checkpoint": "export.checkpoint",
     "CheckpointSummary": "export.inspect",
     "EmbeddingScores": "evaluation.embeddings",
+    "Evaluation": "evaluation.config",
+    "MemoryEstimate": "memory",
     "ModuleOverride": "quantizer.config",
-    "ModuleReport": "quantizer.report",
-    "Plan": "budget",
-    "QuantizationReport": "quantizer.report",
+    "ModuleReport": "report",
+    "QuantizationReport": "report",
     "QuantizeConfig": "quantizer.config",
-    "QuantizeResult": "quantizing",
+    "QuantizeResult": "api",
     "QuantizedWeight": "quantizer.quantized",
-    "Scores": "evaluation.scores",
+    "Run": "run",
+    "Scores": "evaluation.compare",
     "convert": "export.convert",
     "evaluate": "evaluating",
     "inspect": "export.inspect",
     "load": "loading",
-    "plan": "planning",
-    "quantize": "quantizing",
+    "open_checkpoint": "export.checkpoint",
+    "plan": "memory",
+    "quantize": "api",
 }
 
 __all__ = [
     "ArchitectureError",
     "BackendError",
+    "Calibration",
     "CalibrationError",
+    "Checkpoint",
     "CheckpointError",
     "CheckpointSummary",
     "ConfigError",
@@ -71,17 +81,19 @@ __all__ = [
     "DatasetUnavailableError",
     "DoesNotFitError",
     "EmbeddingScores",
+    "Evaluation",
     "GptqkitError",
+    "MemoryEstimate",
     "ModuleOverride",
     "ModuleReport",
     "NonFiniteError",
     "OutputExistsError",
-    "Plan",
     "Progress",
     "QuantizationReport",
     "QuantizeConfig",
     "QuantizeResult",
     "QuantizedWeight",
+    "Run",
     "Scores",
     "ShapeError",
     "SingularHessianError",
@@ -90,6 +102,7 @@ __all__ = [
     "evaluate",
     "inspect",
     "load",
+    "open_checkpoint",
     "plan",
     "quantize",
 ]

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.utils import logging as transformers_logging
 
-from .errors import ArchitectureError, CheckpointError, DatasetUnavailableError, GptqkitError
+from .errors import ArchitectureError, DatasetUnavailableError, GptqkitError
 
 
 def model_class(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Any:
-    """The class that `config` names, be it a language model, a composite model or an encoder.
+    """Return the class that `config` names, be it a language model, a composite model or an encoder.
 
     AutoModelForCausalLM where the class is none of transformers' own.
 
@@ -34,7 +34,7 @@ def model_class(config: PretrainedConfig, *, trust_remote_code: bool = False) ->
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
-    """The model of `config` in evaluation mode, its parameters on the meta device; buffers have their first values.
+    """Return the model of `config` in evaluation mode, parameters on the meta device; buffers have their first values.
 
     No memory is taken for weights, not even in passing: the stacked experts of one block can be larger than RAM.
 
@@ -58,23 +58,6 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_co
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
     model.initialize_weights()
     return model.eval().requires_grad_(False)
-
-
-def open_empty(path_or_id: Path | str, *, trust_remote_code: bool = False) -> Any:
-    """The float model of a folder or Hub id as `empty_model` makes it, in the dtype of its files, weights tied.
-
-    Raises:
-        DatasetUnavailableError: It cannot be found or fetched.
-        CheckpointError: It is quantized.
-        ArchitectureError: A model that transformers does not know, or only by running its code.
-    """
-    with explain(path_or_id), without_bars():
-        config = AutoConfig.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
-        if hasattr(config, "quantization_config"):
-            raise CheckpointError(f"{path_or_id} is quantized already; start from the float model")
-        model = empty_model(config, config.dtype or torch.float32, trust_remote_code=trust_remote_code)
-    model.tie_weights()
-    return model
 
 
 @contextmanager

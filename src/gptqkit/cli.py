@@ -1,28 +1,194 @@
 """The `gptqkit` command: quantize, plan, evaluate, inspect and convert from the shell.
 
-Everything heavy is imported inside the subcommands, so that help and usage errors answer at once.
+Options are made from the fields of the dataclasses that hold the settings: their types, defaults and docstrings.
+Everything heavy is imported inside the commands, so that help and usage errors answer at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import inspect
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn, TypeVar, cast
 
-from .arguments import parser
+from .calibration.config import Calibration
+from .display import ProgressDisplay, checkpoint_summary, key_values, plan_summary, quantization_summary
 from .errors import AbandonedError, ConfigError, GptqkitError
-from .terminal import ProgressDisplay, checkpoint_summary, key_values, plan_summary, quantization_summary
+from .evaluation.config import Evaluation
+from .export.formats import FORMATS
+from .quantizer.config import ModuleOverride, QuantizeConfig
+from .run import Run
+from .units import parse_size, size_text
+from .version import __version__
 
-if TYPE_CHECKING:
-    from .quantizer.config import QuantizeConfig
+T = TypeVar("T")
+
+EXIT_CODES = """\
+exit codes:
+  0    done
+  1    failed: one line on standard error says why, and --verbose shows where
+  2    usage error
+  130  interrupted (Ctrl-C)
+
+Results go to standard output, progress and messages to standard error.
+"""
+
+SOURCES = (
+    "a file (.txt, .json, .jsonl, .csv or .parquet) or a folder of such files; wikitext2, c4 or pile; the id of "
+    "another data set on the Hugging Face Hub; or a .safetensors file of token ids: one int64 tensor, input_ids, "
+    "(samples, length)"
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Print two lines, not the whole usage, and exit with 2."""
+        self.exit(2, f"{self.prog}: usage error: {message}\nTry '{self.prog} --help'.\n")
+
+
+class _Switch(argparse.Action):
+    """An option for True and perhaps one for False, such as --mse and --no-mse, in one entry of the help."""
+
+    def __call__(self, _: Any, namespace: argparse.Namespace, __: Any, option_string: str | None = None) -> None:
+        """Note which of the two it was."""
+        setattr(namespace, self.dest, option_string == self.option_strings[0])
+
+    def format_usage(self) -> str:
+        """Return both for the first lines of the help."""
+        return " | ".join(self.option_strings)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line; `command` in its result names the subcommand."""
+    root = _Parser(
+        prog="gptqkit",
+        description="Quantize language models with GPTQ and GPTAQ, measure them, and inspect and convert their files.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    root.add_argument("--version", action="version", version=f"gptqkit {__version__}")
+    commands = root.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+
+    quantize = _add_command(commands, _quantize, "quantize a model and write a checkpoint")
+    quantize.add_argument("model", metavar="MODEL", help="folder of a transformers model, or its id on the Hub")
+    quantize.add_argument("out", metavar="OUT", type=Path, help="folder to write; new, unless --overwrite is given")
+    _add_settings(quantize)
+
+    plan = _add_command(commands, _plan, "estimate the memory and disk space that quantizing a model needs")
+    plan.add_argument("model", metavar="MODEL", help="folder of a transformers model, or its id on the Hub")
+    plan.add_argument("--out", metavar="OUT", type=Path, help="folder that would be written (default: one here)")
+    plan.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
+    _add_settings(plan)
+
+    evaluate = _add_command(commands, _evaluate, "measure a model's perplexity, and how far it is from a reference")
+    evaluate.add_argument("model", metavar="MODEL", help="folder of a model, quantized or not, or its id on the Hub")
+    evaluate.add_argument("--dataset", required=True, metavar="SOURCE", help=f"text to measure on: {SOURCES}")
+    evaluate.add_argument(
+        "--reference",
+        metavar="MODEL",
+        help="float model to compare with, by KL divergence and top-1 agreement, or by the embeddings of an encoder",
+    )
+    evaluate.add_argument("--json", type=Path, metavar="FILE", help="also write the scores to FILE")
+    _add_fields(evaluate, Evaluation)
+
+    look = _add_command(commands, _inspect, "show a checkpoint's format, bits and sizes, and which programs load it")
+    look.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder of a quantized model")
+    look.add_argument("--json", action="store_true", help="print JSON")
+
+    convert = _add_command(commands, _convert, "write a checkpoint in another format, exactly or not at all")
+    convert.add_argument("source", metavar="IN", type=Path, help="folder of a quantized model")
+    convert.add_argument("target", metavar="OUT", type=Path, help="folder to write; new, unless --overwrite is given")
+    convert.add_argument("--format", choices=list(FORMATS), required=True, help="format of OUT")
+    convert.add_argument("--overwrite", action="store_true", help="replace OUT if it is a quantized checkpoint")
+    return root
+
+
+def _add_command(commands: Any, work: Callable[[argparse.Namespace], None], description: str) -> _Parser:
+    command: _Parser = commands.add_parser(
+        work.__name__.removeprefix("_"),
+        help=description,
+        description=description[0].upper() + description[1:] + ".",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.set_defaults(work=work)
+    command.add_argument("--verbose", action="store_true", help="log more, and show where an error comes from")
+    return command
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    """Add what `quantize` and `plan` share."""
+    grid = command.add_argument_group("quantization")
+    _add_fields(grid, QuantizeConfig)
+    add: dict[str, Any] = {"action": "append", "default": [], "dest": "overrides"}
+    grid.add_argument(
+        "--override",
+        type=_override,
+        metavar="REGEX:bits=8,group_size=32",
+        help="other settings for modules whose full name matches the regular expression; may be repeated, and the "
+        "first --override or --skip that matches counts",
+        **add,
+    )
+    grid.add_argument("--skip", type=_skip, metavar="REGEX", help="leave such modules in floating point", **add)
+    data = command.add_argument_group("calibration")
+    data.add_argument(
+        "--calibration",
+        action="append",
+        metavar="SOURCE",
+        help=f"text to calibrate on, which every method but rtn needs: {SOURCES}. May be repeated for several files",
+    )
+    _add_fields(data, Calibration)
+    run = command.add_argument_group("run")
+    run.add_argument("--evaluate-on", metavar="SOURCE", help="also measure the checkpoint's perplexity on this text")
+    _add_fields(run, Run)
+
+
+def _add_fields(group: argparse._ActionsContainer, kind: type) -> None:
+    """Add an option for every plain field of a dataclass; what is not given is left to the dataclass."""
+    texts = _attribute_texts(kind)
+    for field in dataclasses.fields(kind):
+        base = str(field.type).removesuffix(" | None")
+        if base not in ("bool", "int", "float", "str"):
+            continue
+        option, shown = field.name.replace("_", "-"), cast(Any, field.default)
+        options = [f"--{option}"]
+        how: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
+        if base == "bool":
+            how |= {"action": _Switch, "nargs": 0}
+            if field.default is not False:
+                options.append(f"--{field.metadata.get('off', f'no-{option}')}")
+            shown = (option if "off" in field.metadata else "on") if field.default else None
+        elif field.name.endswith("_bytes"):
+            how |= {"type": _size, "metavar": "SIZE"}
+            shown = size_text(shown).replace(".00 ", "")
+        else:
+            how["type"] = {"int": int, "float": float, "str": str}[base]
+            if "choices" in field.metadata:
+                how["choices"] = list(field.metadata["choices"])
+            else:
+                how["metavar"] = {"int": "N", "float": "X", "str": "NAME"}[base]
+        text = texts[field.name] + (f" (default: {shown})" if shown is not None else "")
+        group.add_argument(*options, help=text.replace("%", "%%"), **how)
+
+
+def _attribute_texts(kind: type) -> dict[str, str]:
+    """Return what the docstring of a dataclass says of each of its attributes, as help texts."""
+    text = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    text = re.sub(r"`(\w+)`", lambda name: "--" + name[1].replace("_", "-"), text)
+    found = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", text, re.MULTILINE)
+    return {name: words[0].lower() + " ".join(words[1:].split()).rstrip(".") for name, words in found}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,19 +198,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; those of the process by default.
 
     Raises:
-        SystemExit: 2 for arguments that make no sense, 0 after --help and --version.
+        SystemExit: 2 for usage errors, 0 after --help and --version.
     """
     arguments = parser().parse_args(argv)
-    commands = {
-        "quantize": _quantize,
-        "plan": _plan,
-        "evaluate": _evaluate,
-        "inspect": _inspect,
-        "convert": _convert,
-    }
     _log_to_stderr(arguments.verbose)
     try:
-        commands[arguments.command](arguments)
+        arguments.work(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("gptqkit: interrupted", file=sys.stderr)
@@ -55,42 +214,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (GptqkitError, OSError) as error:
         if arguments.verbose:
             traceback.print_exc()
-        if not isinstance(error, AbandonedError):  # another process says why
+        if not isinstance(error, AbandonedError) or _launched_rank() == 0:
             print(f"gptqkit: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     return 0
 
 
 def _quantize(arguments: argparse.Namespace) -> None:
+    config, run, calibration = _config(arguments), _from(arguments, Run), _calibration(arguments)
     _quieten_libraries(arguments.verbose)
     import gptqkit
 
-    from .quantizer.ranks import launched_rank
-
-    speaks = launched_rank() == 0
+    speaks = _launched_rank() == 0
     if not speaks:
         logging.getLogger("gptqkit").setLevel(logging.ERROR)
     with closing(ProgressDisplay()) as progress:
         result = gptqkit.quantize(
             arguments.model,
-            calibration=_calibration(arguments.calibration),
-            out=arguments.out,
-            config=_config(arguments),
-            samples=arguments.samples,
-            sequence_length=arguments.sequence_length,
-            seed=arguments.seed,
-            batch_size=arguments.batch_size,
-            device=arguments.device,
-            column=arguments.column,
-            split=arguments.split,
-            concatenate=arguments.concatenate,
+            calibration,
+            arguments.out,
+            config,
+            run=run,
             evaluate_on=arguments.evaluate_on,
-            overwrite=arguments.overwrite,
-            resume=arguments.resume,
-            activations=arguments.activations,
-            activation_memory=arguments.activation_memory,
-            fit_check=arguments.fit_check,
-            trust_remote_code=arguments.trust_remote_code,
             progress=progress,
         )
     if speaks:
@@ -99,30 +244,20 @@ def _quantize(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
+    config, run = _config(arguments), _from(arguments, Run)
+    calibration = _from(arguments, Calibration, source=None)
     _quieten_libraries(arguments.verbose)
     import gptqkit
 
-    plan = gptqkit.plan(
-        arguments.model,
-        out=arguments.out,
-        config=_config(arguments),
-        samples=arguments.samples,
-        sequence_length=arguments.sequence_length,
-        batch_size=arguments.batch_size,
-        activations=arguments.activations,
-        activation_memory=arguments.activation_memory,
-        device=arguments.device,
-        evaluate_on=arguments.evaluate_on,
-        timed=not arguments.untimed,
-        trust_remote_code=arguments.trust_remote_code,
-    )
-    values = plan.to_dict()
+    needed = gptqkit.plan(arguments.model, arguments.out, config, calibration=calibration, run=run)
+    values = needed.to_dict()
     print(json.dumps(values, indent=2) if arguments.json else plan_summary(values))
     sys.stdout.flush()
-    plan.check(fit_check=arguments.fit_check)
+    needed.check()
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
+    config = _from(arguments, Evaluation)
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise ConfigError(f"--json {arguments.json}: there is no folder {arguments.json.parent}; make it first")
     _quieten_libraries(arguments.verbose)
@@ -130,20 +265,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
     with closing(ProgressDisplay()) as progress:
         scores = gptqkit.evaluate(
-            arguments.model,
-            dataset=arguments.dataset,
-            reference=arguments.reference,
-            sequence_length=arguments.sequence_length,
-            stride=arguments.stride,
-            batch_size=arguments.batch_size,
-            max_windows=arguments.max_windows,
-            device=arguments.device,
-            backend=arguments.backend,
-            dtype=arguments.dtype,
-            column=arguments.column,
-            split=arguments.split,
-            trust_remote_code=arguments.trust_remote_code,
-            progress=progress,
+            arguments.model, arguments.dataset, config, reference=arguments.reference, progress=progress
         )
     question = {"model": arguments.model, "dataset": arguments.dataset, "reference": arguments.reference}
     answer = {**question, **scores.to_dict()}
@@ -166,37 +288,58 @@ def _convert(arguments: argparse.Namespace) -> None:
     print(f"written to {arguments.target}")
 
 
+def _from(arguments: argparse.Namespace, kind: type[T], **more: Any) -> T:
+    """Return the dataclass that the options given stand for; what cannot be is a usage error."""
+    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    given = {name: value for name, value in vars(arguments).items() if name in names}
+    try:
+        return kind(**{**given, **more})
+    except ConfigError as error:
+        _Parser(prog=f"gptqkit {arguments.command}").error(str(error))
+
+
 def _config(arguments: argparse.Namespace) -> QuantizeConfig:
-    from .quantizer.config import ModuleOverride, QuantizeConfig
-
     overrides: dict[str, ModuleOverride] = {}
-    for pattern, change in arguments.overrides:
-        overrides.setdefault(pattern, ModuleOverride(**change))
-    return QuantizeConfig(
-        bits=arguments.bits,
-        group_size=arguments.group_size,
-        sym=arguments.sym,
-        method=arguments.method,
-        desc_act=arguments.desc_act,
-        static_groups=arguments.static_groups,
-        act_group_aware=arguments.act_group_aware,
-        damp=arguments.damp,
-        mse=arguments.mse,
-        alpha=arguments.alpha,
-        true_sequential=arguments.true_sequential,
-        block_size=arguments.block_size,
-        float64=arguments.float64,
-        skip_nonfinite=arguments.skip_nonfinite,
-        lm_head=arguments.lm_head,
-        overrides=overrides,
-        format=arguments.format,
-    )
+    for pattern, override in arguments.overrides:
+        overrides.setdefault(pattern, override)
+    return _from(arguments, QuantizeConfig, overrides=overrides)
 
 
-def _calibration(values: Sequence[str] | None) -> str | list[Path] | None:
+def _calibration(arguments: argparse.Namespace) -> Calibration | None:
+    values = arguments.calibration
     if values is None:
         return None
-    return values[0] if len(values) == 1 else [Path(value) for value in values]
+    return _from(arguments, Calibration, source=values[0] if len(values) == 1 else [Path(value) for value in values])
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _override(text: str) -> tuple[str, ModuleOverride]:
+    """Return the pattern and the changes of `REGEX:bits=8,group_size=32`.
+
+    >>> _override("down_proj$:bits=8,group_size=32")
+    ('down_proj$', ModuleOverride(bits=8, group_size=32, skip=False))
+    """
+    pattern, colon, changes = text.rpartition(":")
+    change: dict[str, Any] = {}
+    for item in changes.split(","):
+        key, _, value = item.strip().partition("=")
+        if not colon or key not in ("bits", "group_size") or not re.fullmatch(r"-?\d+", value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not of the form 'REGEX:bits=8,group_size=32'")
+        change[key] = int(value)
+    try:
+        return pattern, ModuleOverride(**change)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _skip(text: str) -> tuple[str, ModuleOverride]:
+    return text, ModuleOverride(skip=True)
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -221,6 +364,11 @@ def _log_to_stderr(verbose: bool) -> None:
     handler.setFormatter(logging.Formatter("gptqkit: %(message)s"))
     logger.handlers = [handler]
     logger.propagate = False
+
+
+def _launched_rank() -> int:
+    """Return the rank that a launcher gave to this process; 0 without one."""
+    return int(os.environ.get("RANK", "0")) if "WORLD_SIZE" in os.environ else 0
 
 
 def _quieten_libraries(verbose: bool) -> None:

@@ -1,11 +1,28 @@
-"""One quantization that ends in a checkpoint: what is finished is on disk, and another process can go on from there."""
+"""One quantization that ends in a checkpoint: finished blocks are on disk, and another process can go on from there.
+
+Everything is in a work directory beside the checkpoint to be, `.NAME.gptqkit-work`:
+
+    lock                     held by the process at work
+    job.json                 what is being made, from what: only the same job goes on here
+    block-N.K.safetensors    the tensors of a finished block, as they will stand in the checkpoint
+    block-N.json             its record; written last: a block without it is not finished
+    hidden-N-R.bin ...       hidden states that enter block N, of the samples of process R; float-N-R.bin for GPTAQ
+    states.json              which of these files are whole; written last
+    checkpoint/              the directory that becomes the target
+
+Hidden states are saved at most every few minutes (on disk they are there anyway): resuming runs the finished blocks
+after the last save again. Every file is synced before another one refers to it. The directory vanishes with the job.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import logging
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,289 +32,351 @@ import torch
 import transformers
 from torch import Tensor
 
-from .calibration.windows import TokenWindows
-from .errors import RankError
-from .export.reader import Checkpoint, open_checkpoint
-from .export.shards import some
-from .export.work import WorkDirectory, differences, work_path
-from .export.writer import finish_checkpoint, write_part
+from .calibration.cache import ActivationCache
+from .calibration.samples import Samples
+from .distributed import Processes
+from .errors import CheckpointError, ConversionError, OutputExistsError, RankError, ResumeError, ShapeError
+from .export.checkpoint import (
+    Checkpoint,
+    check_written,
+    matrices,
+    open_checkpoint,
+    part_of_checkpoint,
+    write_configs,
+    write_report,
+)
+from .export.formats import Declared, LayerSpec, find_format
+from .export.shards import MAX_SHARD_BYTES, Shards, join_files, read_json, same_bits, some, write_files
+from .export.staging import check_target, replace_directory, sync_directory
+from .model import FloatModel
 from .quantizer.config import QuantizeConfig
-from .quantizer.journal import Resumed, Step
 from .quantizer.quantized import QuantizedWeight
-from .quantizer.ranks import Ranks
-from .quantizer.report import ModuleReport
-from .source import FloatModel
+from .report import ModuleReport
 from .version import __version__
 
 _LOG = logging.getLogger("gptqkit")
-_OUTSIDE = "outside"
+
+SAVE_SECONDS = 300.0
+"""Least time between two saves of hidden states that are not on disk anyway."""
 
 
 class Job:
-    """The journal of a walk, in a work directory beside the checkpoint to be.
+    """A work directory, made or taken up where an earlier process left it; a context that keeps or discards it.
 
-    Every rank writes its own samples' hidden states; rank 0 writes all else.
+    Rank 0 writes it all, but for hidden states, of which every process writes its own.
 
     Args:
         out: The checkpoint to make.
-        source: The float model.
-        config: The settings.
-        windows: The calibration tokens.
-        batch_size: Samples per forward pass, as asked for; None for as many as fit.
-        ranks: The processes of the job.
+        identity: What decides the result, as plain values for JSON; see `identity_of`.
+        processes: The processes of the job.
         resume: Go on where there is an unfinished job.
         overwrite: Replace a quantized model at `out`.
 
+    Attributes:
+        folder: The work directory.
+        records: Those of the finished blocks, in order.
+        states: What states.json says; None before the first save.
+
     Raises:
-        OutputExistsError, ResumeError: See `WorkDirectory`.
-        RankError: The ranks do not see one work directory.
+        OutputExistsError: The target exists, or an unfinished job is there and `resume` is not set.
+        ResumeError: The unfinished job is another one, or another process is at work on it.
+        RankError: The processes do not see one work directory.
     """
 
     def __init__(
-        self,
-        out: Path,
-        source: FloatModel,
-        config: QuantizeConfig,
-        windows: TokenWindows | None,
-        batch_size: int | None,
-        ranks: Ranks,
-        *,
-        resume: bool,
-        overwrite: bool,
+        self, out: Path, identity: Mapping[str, Any], processes: Processes, *, resume: bool, overwrite: bool
     ) -> None:
-        self.out = out
-        self.folder = work_path(out)
-        self._ranks = ranks
-        self._samples = 0 if windows is None else len(windows.input_ids)
-        self._work: WorkDirectory | None = None
-        with ranks.together():
-            if ranks.rank == 0:
-                what = identity(source, config, windows, batch_size, ranks.device)
-                environment = {"threads": torch.get_num_threads(), "ranks": ranks.size, **versions()}
-                self._work = WorkDirectory(out, what, resume=resume, overwrite=overwrite, environment=environment)
-        self._source = source
-        self._config = config
-        self._start = time.perf_counter()
-        steps = self._steps()
-        self._before: float = steps[-1]["seconds"] if steps else 0.0
-        try:
-            self._check_shared()
-        except BaseException as error:
-            self.__exit__(None, error, None)
-            raise
+        self.out, self.folder = out, work_path(out)
+        self._processes, self._overwrite, self._lock = processes, overwrite, -1
+        with processes.together():
+            if processes.rank == 0:
+                self._open(identity, resume=resume)
+        with processes.together():
+            if not (self.folder / "job.json").exists():
+                raise RankError(
+                    f"rank {processes.rank} does not see {self.folder} of rank 0; give an output folder on a file "
+                    "system that all machines share"
+                )
+        records = [
+            read_json(file) for file in [*sorted(self.folder.glob("block-*.json")), *self.folder.glob("head.json")]
+        ]
+        self.records: list[dict[str, Any]] = processes.gather(records)[0]
+        saved = self.folder / "states.json"
+        self.states: dict[str, Any] | None = processes.gather(read_json(saved) if saved.exists() else None)[0]
+        self._start = self._saved = time.monotonic()
+        self._before: float = self.records[-1]["seconds"] if self.records else 0.0
 
     @property
-    def work(self) -> WorkDirectory:
-        """The work directory, on rank 0.
+    def seconds(self) -> float:
+        """Time spent on the job, in this process and those before it, up to their last finished block."""
+        return self._before + time.monotonic() - self._start
 
-        Raises:
-            ValueError: On another rank.
-        """
-        if self._work is None:
-            raise ValueError("only rank 0 has the work directory")
-        return self._work
+    @property
+    def reports(self) -> list[ModuleReport]:
+        """One per module of the finished blocks."""
+        rows = [row for record in self.records for row in record["reports"]]
+        return [ModuleReport(**{**row, "shape": tuple(row["shape"])}) for row in rows]
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if self._work is None or error is None:
+        if error is None or self._processes.rank:
             return
-        if self._work.records:
-            count = len(self._work.records)
-            _LOG.warning("%d finished parts are kept in %s; resume the job to go on from there", count, self.folder)
-            self._work.close()
+        if self.records:
+            _LOG.warning(
+                "%d finished blocks are kept in %s; resume the job to go on from there", len(self.records), self.folder
+            )
+            self._close()
         else:
-            self._work.discard()
+            self._discard()
 
-    def _check_shared(self) -> None:
-        """Make sure that all ranks see one work directory."""
-        marks = [self.folder / f"rank-{rank}" for rank in range(self._ranks.size)]
-        advice = "give an output folder on a file system that all machines share"
-        with self._ranks.together():
-            try:
-                marks[self._ranks.rank].touch()
-            except FileNotFoundError as error:
-                raise RankError(f"rank {self._ranks.rank} does not see {self.folder} of rank 0; {advice}") from error
-        with self._ranks.together():
-            if self._ranks.rank == 0:
-                for rank, mark in enumerate(marks):
-                    if not mark.exists():
-                        raise RankError(f"{self.folder} of rank {rank} is not that of rank 0; {advice}")
-                    mark.unlink()
-
-    @property
-    def seconds(self) -> float:
-        """Time spent on the job, in this process and those before it, up to their last finished block."""
-        return self._before + time.perf_counter() - self._start
-
-    def resumed(self) -> Resumed | None:
-        """Where to go on; None for a new job."""
-        return self._ranks.gather(self._resumed())[0]
-
-    def _steps(self) -> list[dict[str, Any]]:
-        """The records of the finished parts of the walk."""
-        records = [] if self._work is None else self._work.records
-        return [record["data"] for record in records if record["name"] != _OUTSIDE]
-
-    def _resumed(self) -> Resumed | None:
-        steps = self._steps()
-        if not steps:
-            return None
-        last = steps[-1]
-        counts = torch.ones(self._samples, dtype=torch.bool)
-        counts[last["excluded"]] = False
-        reports = [row for step in steps for row in step["reports"]]
-        return Resumed(
-            layers=sum(step["layer"] is not None for step in steps),
-            head=last["layer"] is None,
-            reports=[ModuleReport(**{**row, "shape": tuple(row["shape"])}) for row in reports],
-            counts=counts,
-            batch_size=last["batch_size"],
-            shape=tuple(last["shape"]),
-            hidden=self.folder / last["hidden"] if last["hidden"] else None,
-            hidden_float=self.folder / last["float"] if last["float"] else None,
-        )
-
-    def file(self, stream: str, layer: int) -> Path:
-        """Where the hidden states that enter block `layer` belong."""
-        return self.folder / f"{stream}-{layer:05}.bin"
-
-    def keep(self, step: Step) -> None:
-        """Write a finished block: its hidden states, its tensors, and last its record."""
-        files: dict[str, str | None] = {}
-        for stream, states in (("hidden", step.hidden), ("float", step.hidden_float)):
-            files[stream] = None
-            if states is not None and step.layer is not None:
-                file = self.file(stream, step.layer + 1)
-                states.save(file)
-                files[stream] = file.name
-        self._ranks.barrier()  # the states of all samples are there
-        if self._ranks.rank:
+    def _open(self, identity: Mapping[str, Any], *, resume: bool) -> None:
+        identity = json.loads(json.dumps(identity))
+        environment = {"threads": torch.get_num_threads(), "processes": self._processes.size, **versions()}
+        if self.folder.is_symlink():
+            raise ResumeError(f"{self.folder} is a link, and jobs need a folder of their own there; remove it")
+        if (
+            self.folder.exists() and not (self.folder / "job.json").exists()
+        ):  # of a job killed in its first or last step
+            self._lock_it()
+            self._discard()
+        if not self.folder.exists():
+            check_target(self.out, overwrite=self._overwrite)
+            self.folder.mkdir(parents=True)
+            self._lock_it()
+            self._write_json("job.json", {"job": identity, "environment": environment})
+            sync_directory(self.folder.parent)
             return
-        weights, others = self._as_stored(step)
-        record = {
-            "layer": step.layer,
-            "reports": [dataclasses.asdict(report) for report in step.reports],
-            "excluded": (~step.counts).nonzero().flatten().tolist(),
-            "batch_size": step.batch_size,
-            "shape": list(step.hidden.shape) if step.hidden is not None else [],
-            "seconds": self.seconds,
-            **files,
-        }
-        name = "head" if step.layer is None else f"block-{step.layer:05}"
-        write_part(self.work, name, weights, others, self._config, record)
-        for stream in ("hidden", "float"):
-            for file in self.folder.glob(f"{stream}-*.bin"):
-                if file.name < (files[stream] or "z"):  # other ranks may be writing those of the next block already
-                    file.unlink()
+        if not resume:
+            raise OutputExistsError(
+                f"{self.folder} holds an unfinished job for {self.out.name}; resume it (resume=True, --resume), or "
+                "delete that folder to start again"
+            )
+        self._lock_it()
+        begun = read_json(self.folder / "job.json")
+        different = differences(begun["job"], identity)
+        if different:
+            self._close()
+            raise ResumeError(
+                f"the unfinished job in {self.folder} is another one: {some(different)}. Start with what it was "
+                "started with, or delete that folder to start again"
+            )
+        elsewhere = differences(begun["environment"], environment)
+        if elsewhere:
+            _LOG.warning("resumed in another environment, so last bits may differ: %s", some(elsewhere))
+        self._delete_remains()
 
-    def _as_stored(self, step: Step) -> tuple[dict[str, QuantizedWeight], dict[str, Tensor]]:
-        """The quantized weights and the other tensors of a finished part under their names in the checkpoint."""
-        names, model = self._source.names, self._source.model
-        solved = {step.places[name]: weight for name, weight in step.weights.items()}
-        touched = {parameter for parameter, _ in solved}
-        touched |= {f"{parameter}_bias" for parameter, expert in solved if expert is not None}
-        weights: dict[str, QuantizedWeight] = {}
-        others: dict[str, Tensor] = {}
-        for stored, tensor in self._source.tensors(step.layer):
-            shares = names.shares(stored)
-            if touched.isdisjoint(shares):
-                if step.layer is not None:
-                    others[stored] = tensor
-                continue
-            own = names.find(stored)
-            for part in names.parts(shares[0]) if own is None and len(shares) == 1 else [own] if own else ():
-                weight = solved.get((part.parameter, part.expert))
-                if weight is not None:
-                    weights[part.module] = weight if part.rows is None else weight.rows(part.rows)
-                else:  # an expert that was left out, or the bias of one that was not
-                    others[part.name] = tensor if own else names.cut(part.parameter, tensor)[part.name]
-            for parameter in shares[1:] and shares:  # one stored tensor became several parameters: under their names
-                name = parameter.removesuffix(".weight")
-                if (parameter, None) in solved:
-                    weights[name] = solved[parameter, None]
-                else:
-                    others[parameter] = model.get_parameter(parameter).detach().to(tensor.dtype)
-        return weights, others
+    def _delete_remains(self) -> None:
+        """Delete what was never finished."""
+        states = self.folder / "states.json"
+        whole = {
+            file for files in (read_json(states)["files"].values() if states.exists() else ()) for file, *_ in files
+        }
+        for record in [*self.folder.glob("block-*.json"), *self.folder.glob("head.json")]:
+            whole |= set(read_json(record)["files"])
+        for file in [*self.folder.glob("*.bin"), *self.folder.glob("*.safetensors"), *self.folder.glob("*.tmp")]:
+            if file.name not in whole:
+                file.unlink()
+
+    def _lock_it(self) -> None:
+        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise ResumeError(f"another process is at work in {self.folder}; wait for it, or stop it") from error
+
+    def _close(self) -> None:
+        """Leave the job as it is, for another process to go on."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _discard(self) -> None:
+        """Delete the job and all that it made."""
+        (self.folder / "job.json").unlink(missing_ok=True)  # from here on nobody resumes it
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._close()
+
+    def _write_json(self, name: str, values: Mapping[str, Any]) -> None:
+        """Write a JSON file for good."""
+        temporary = self.folder / f"{name}.tmp"
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(values, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(self.folder / name)
+        sync_directory(self.folder)
+
+    def write_block(
+        self, model: FloatModel, layer: int | None, solved: Mapping[str, QuantizedWeight], config: QuantizeConfig
+    ) -> Checkpoint:
+        """Write the tensors of a block, or of the output layer, and read them back; they do not count yet.
+
+        Args:
+            model: The float model, with what the block holds beside its quantized weights.
+            layer: Number of the block; None for the output layer.
+            solved: The quantized weights by the names of their modules in the model.
+            config: The settings.
+
+        Returns:
+            What was written.
+
+        Raises:
+            ConversionError, ShapeError: A weight that the format cannot hold.
+            CheckpointError: A tensor reads back differently from what was written.
+            OSError: The disk refused.
+        """
+        layers = {stored_module(model, name): weight for name, weight in solved.items()}
+        others = dict(model.others(layer, solved.keys())) if layer is not None else {}
+        files = write_files(self.folder / _stem(layer), _packed(layers, others, config))
+        tensors = Shards.of_files(files)
+        for name, tensor in others.items():
+            if not same_bits(tensors.get(name), tensor):
+                raise CheckpointError(f"{name} reads back differently; disk or memory is faulty")
+        specs = {name: LayerSpec.of(weight) for name, weight in layers.items()}
+        part = part_of_checkpoint(tensors, _declared(config), specs, path=self.folder)
+        for name, weight in layers.items():
+            check_written(name, part.weight(name), weight)
+        return part
+
+    def commit(
+        self, layer: int | None, part: Checkpoint, reports: list[ModuleReport], progress: Mapping[str, Any]
+    ) -> None:
+        """Let a block that was written count from now on.
+
+        Args:
+            layer: Number of the block; None for the output layer.
+            part: What was written.
+            reports: Of its modules.
+            progress: Whatever else the next process must know, as plain values for JSON.
+        """
+        record = {
+            "layer": layer,
+            "files": [file.name for file in part.tensors.files],
+            "layers": {name: dataclasses.asdict(spec) for name, spec in part.layers.items()},
+            "matrices": matrices(part.other_names, part.tensors),
+            "reports": [dataclasses.asdict(report) for report in reports],
+            "seconds": self.seconds,
+            **progress,
+        }
+        self._write_json(f"{_stem(layer)}.json", record)
+        self.records.append(record)
+
+    def read_block(self, record: Mapping[str, Any], config: QuantizeConfig) -> Checkpoint:
+        """Open what an earlier process wrote of a block."""
+        specs = {name: LayerSpec(**spec) for name, spec in record["layers"].items()}
+        tensors = Shards.of_files(self.folder / file for file in record["files"])
+        return part_of_checkpoint(tensors, _declared(config), specs, path=self.folder)
+
+    def states_file(self, stream: str, layer: int, *, again: bool = False) -> Path:
+        """Return where this process keeps the hidden states "hidden" or "float" that enter block `layer`.
+
+        Args:
+            stream: Which.
+            layer: Number of the block.
+            again: For what is read from such files, perhaps those of other processes.
+        """
+        return self.folder / f"{stream}-{layer:05}{'r' * again}-{self._processes.rank}.bin"
+
+    def save_states(self, layer: int, caches: Mapping[str, ActivationCache]) -> None:
+        """Save the hidden states that enter block `layer`, if it is time to; those saved before are deleted."""
+        on_disk = all(cache.file is not None for cache in caches.values())
+        late = self._processes.gather(time.monotonic() - self._saved > SAVE_SECONDS)[0]
+        if not on_disk and not late:
+            return
+        mine = {}
+        for stream, cache in caches.items():
+            file = self.states_file(stream, layer)
+            cache.save(file)
+            mine[stream] = (file.name, cache.samples.start, cache.samples.stop)
+        files = {stream: [of_one[stream] for of_one in self._processes.gather(mine)] for stream in mine}
+        shape = list(next(iter(caches.values())).shape)
+        self.states = {"layer": layer, "shape": shape, "files": files}
+        if self._processes.rank == 0:
+            self._write_json("states.json", self.states)
+        self._processes.gather(None)  # nothing is deleted before that is written
+        for old in self.folder.glob(f"*-{self._processes.rank}.bin"):
+            if old.name not in {name for name, *_ in mine.values()}:
+                old.unlink()
+        self._saved = time.monotonic()
+
+    def load_states(self, stream: str, cache: ActivationCache) -> None:
+        """Fill `cache` with what was saved last, by whichever processes."""
+        for name, start, stop in (self.states or {"files": {stream: []}})["files"][stream]:
+            cache.load(self.folder / name, range(start, stop))
 
     def finish(
         self,
+        model: FloatModel,
+        config: QuantizeConfig,
         report: Mapping[str, Any],
         tokenizer: Any | None,
-        *,
-        max_shard_bytes: int,
-        measure: Callable[[Path], Mapping[str, Any]],
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        measure: Callable[[Path], Mapping[str, Any]] = lambda _: {},
     ) -> None:
-        """Write what stands outside the blocks as it is in the source, and make the checkpoint of all parts.
+        """Make the checkpoint of all blocks and of what stands outside them, and let it appear under its name.
 
         Args:
+            model: The float model.
+            config: The settings.
             report: quantization_report.json.
             tokenizer: Saved beside the weights.
-            max_shard_bytes: See `finish_checkpoint`.
-            measure: See `finish_checkpoint`.
+            max_shard_bytes: Of the checkpoint's files, at most.
+            measure: Called with the complete directory; what it returns is merged into the report.
+
+        Raises:
+            CheckpointError: The checkpoint does not read back as what was solved.
+            OSError: The disk refused; the blocks stay, so that the job can go on.
         """
-        if not self.work.has(_OUTSIDE):
-            done = {name for record in self.work.records for name in record["layers"]}
-            rest = self._source.tensors(None)
-            others = {name: tensor for name, tensor in rest if name.removesuffix(".weight") not in done}
-            write_part(self.work, _OUTSIDE, {}, others, self._config)
-        model = self._source.model
-        finish_checkpoint(
-            self.work,
-            config=self._config,
-            model_config={**json.loads(model.config.to_json_string()), "architectures": [type(model).__name__]},
-            report=report,
-            tokenizer=tokenizer,
-            generation_config=json.loads(model.generation_config.to_json_string()) if model.can_generate() else None,
-            carried=self._source.carried,
-            copy_files=self._source.copy_files,
-            max_shard_bytes=max_shard_bytes,
-            measure=measure,
-        )
+        specs = {name: LayerSpec(**each) for record in self.records for name, each in record["layers"].items()}
+        floats = [name for record in self.records for name in record["matrices"]]
+        rest = ((name, tensor) for name, tensor in model.others(None, ()) if name.removesuffix(".weight") not in specs)
+        parts = [self.folder / file for record in self.records for file in record["files"]]
+        directory = self.folder / "checkpoint"
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
+        join_files([*parts, *write_files(self.folder / "outside", rest, max_shard_bytes)], directory, max_shard_bytes)
+        quantization = find_format(config.format).write_config(config, specs, floats)
+        if model.passthrough:
+            quantization["meta"]["passthrough_tensors"] = model.passthrough
+        own = model.model
+        model_config = {**json.loads(own.config.to_json_string()), "architectures": [type(own).__name__]}
+        generation = json.loads(own.generation_config.to_json_string()) if own.can_generate() else None
+        write_configs(directory, quantization, model_config, generation, tokenizer)
+        model.copy_files(directory)
+        if open_checkpoint(directory).layers != specs:
+            raise CheckpointError(f"{directory} reads back with other quantized layers than were written")
+        write_report(directory, {**report, **measure(directory)}, quantization)
+        replace_directory(directory, Path(os.path.realpath(self.out)), overwrite=self._overwrite)
+        self._discard()
 
 
-class StoredWeights(Mapping[str, QuantizedWeight]):
-    """The quantized weights of a checkpoint by name, read when they are asked for."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._opened: Checkpoint | None = None
-
-    @property
-    def _checkpoint(self) -> Checkpoint:
-        self._opened = self._opened or open_checkpoint(self._path)
-        return self._opened
-
-    def __getitem__(self, name: str) -> QuantizedWeight:
-        if name not in self._checkpoint.layers:
-            raise KeyError(name)
-        return self._checkpoint.quantized_weight(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._checkpoint.layers)
-
-    def __len__(self) -> int:
-        return len(self._checkpoint.layers)
+def stored_module(model: FloatModel, name: str) -> str:
+    """Return what the checkpoint calls a module of the model."""
+    return model.names.stored(f"{name}.weight").removesuffix(".weight")
 
 
-def identity(
-    source: FloatModel,
-    config: QuantizeConfig,
-    windows: TokenWindows | None,
-    batch_size: int | None,
-    device: torch.device,
+def work_path(target: Path) -> Path:
+    """Return where the work directory of the checkpoint `target` is."""
+    target = Path(os.path.realpath(target))
+    return target.with_name(f".{target.name}.gptqkit-work")
+
+
+def identity_of(
+    model: FloatModel, config: QuantizeConfig, samples: Samples | None, batch_size: int | None, device: torch.device
 ) -> dict[str, Any]:
-    """All that decides the result of a job, as plain values for JSON: only the same may go on."""
+    """Return all that decides the result of a job, as plain values for JSON: only the same may go on."""
     calibration: dict[str, Any] = {}
-    if windows is not None:
-        digest = hashlib.sha256(windows.input_ids.numpy().tobytes())
-        if windows.attention_mask is not None:
-            digest.update(windows.attention_mask.numpy().tobytes())
-        samples, length = windows.input_ids.shape
-        calibration = {"samples": samples, "length": length, "tokens": digest.hexdigest()}
+    if samples is not None:
+        digest = hashlib.sha256(samples.input_ids.numpy().tobytes())
+        if samples.attention_mask is not None:
+            digest.update(samples.attention_mask.numpy().tobytes())
+        count, length = samples.input_ids.shape
+        calibration = {"samples": count, "length": length, "tokens": digest.hexdigest()}
     return {
-        "model": source.identity(),
+        "model": model.identity(),
         "config": config.to_dict(),
         "calibration": calibration,
         "batch_size": batch_size,
@@ -305,33 +384,67 @@ def identity(
     }
 
 
-def check_agreement(
-    ranks: Ranks,
-    source: FloatModel,
-    config: QuantizeConfig,
-    windows: TokenWindows | None,
-    batch_size: int | None,
-    out: Path | str | None,
-) -> None:
-    """Check that all ranks were started for the same job.
-
-    Raises:
-        RankError: They were not; what differs is named.
-    """
-    if ranks.size == 1:
-        return
-    what = {**identity(source, config, windows, batch_size, ranks.device), "versions": versions()}
-    jobs = ranks.gather({**what, "checkpoint": out is not None})
-    with ranks.together():
+def check_agreement(processes: Processes, identity: Mapping[str, Any]) -> None:
+    """Raise RankError where processes were started for different jobs, naming what differs."""
+    jobs = processes.gather({**identity, "versions": versions()})
+    with processes.together():
         for rank, job in enumerate(jobs):
             different = differences(jobs[0], job, form=f"{{}} is {{!r}} on rank 0, {{!r}} on rank {rank}")
             if different:
                 raise RankError(
-                    f"the ranks were started for different jobs: {some(different)}; start all with the same arguments, "
-                    "files and versions"
+                    f"the processes were started for different jobs: {some(different)}; start all with the same "
+                    "arguments, files and versions"
                 )
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that take part."""
+    """Return the versions of the packages that take part."""
     return {"gptqkit": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def differences(before: Any, now: Any, where: str = "", form: str = "{} was {!r}, now {!r}") -> list[str]:
+    """Return what differs between two trees of plain values, as text.
+
+    Args:
+        before: One tree.
+        now: The other.
+        where: Name of their root.
+        form: How to say it of a name and two values.
+
+    >>> differences({"bits": 4, "model": {"size": 1}}, {"bits": 3, "model": {"size": 1}})
+    ['bits was 4, now 3']
+    """
+    if isinstance(before, dict) and isinstance(now, dict):
+        return [
+            text
+            for key in dict.fromkeys([*before, *now])
+            for text in differences(before.get(key), now.get(key), f"{where}.{key}" if where else str(key), form)
+        ]
+    return [] if before == now else [form.format(where, before, now)]
+
+
+def _stem(layer: int | None) -> str:
+    return "head" if layer is None else f"block-{layer:05}"
+
+
+def _declared(config: QuantizeConfig) -> Declared:
+    return Declared(
+        format=config.format,
+        bits=config.bits,
+        group_size=config.group_size,
+        sym=config.sym,
+        desc_act=config.desc_act,
+    )
+
+
+def _packed(
+    layers: Mapping[str, QuantizedWeight], others: Mapping[str, Tensor], config: QuantizeConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a block, packed when its turn comes."""
+    for name, weight in layers.items():
+        try:
+            tensors = find_format(config.format).pack(weight)
+        except (ConversionError, ShapeError) as error:
+            raise type(error)(f"{name}: {error}") from error
+        yield from ((f"{name}.{key}", tensor) for key, tensor in tensors.items())
+    yield from others.items()

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from .architecture import empty_model, explain, model_class, without_bars
 from .errors import CheckpointError, ConfigError
-from .export.reader import open_checkpoint
+from .export.checkpoint import Checkpoint, open_checkpoint
+from .export.names import StoredNames
 from .export.shards import read_json, some
-from .installing import install
-from .kernels.backend import check_backend
+from .kernels.backends import check_backend
+from .kernels.linear import make_linear, summarize
+from .model import EmptyModel
+from .targets import is_matrix, matrix
 
 _LOG = logging.getLogger("gptqkit")
+
+# Buffers that old versions of transformers stored and that every model now makes by itself.
+_STALE = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
 
 # Any of these means that a directory holds a tokenizer.
 _TOKENIZER_FILES = (
@@ -37,17 +45,17 @@ def load(
     backend: str = "auto",
     dtype: torch.dtype | str = "auto",
 ) -> tuple[Any, Any]:
-    """The model of a quantized checkpoint, in evaluation mode, and its tokenizer (None where it has none).
+    """Load the model of a quantized checkpoint, in evaluation mode, and its tokenizer (None where it has none).
 
     Every quantized module is a `QuantLinear`; float weights are never made for them first. No code from the checkpoint
     is executed. The model has two attributes beside its own: `gptqkit_backend`, a `BackendChoice` (also logged to
     "gptqkit" at INFO), and `gptqkit_quantization_config`, the checkpoint's quantization config.
 
     Args:
-        path: A directory that gptqkit, GPTQModel, AutoGPTQ or optimum wrote, in format gptq or gptq_v2.
+        path: A directory that gptqkit, GPTQModel, AutoGPTQ or optimum wrote, in one of `FORMATS`.
         device: "auto" takes the first NVIDIA GPU if there is one, else the CPU.
-        backend: "auto", "torch", "cuda", "cpu" or "cpu-int4"; see `kernels.backend`. With "auto", a GPU runs the
-            bundled CUDA kernels; where they cannot serve a layer, torch does, and the logger warns and says why.
+        backend: "auto" or one of `BACKENDS`. With "auto", a GPU runs the bundled CUDA kernels; where they cannot serve
+            a layer, torch does, and the logger warns and says why.
         dtype: Of activations and of all weights that are not quantized. "auto" is the checkpoint's, except that
             float16 becomes float32 on a CPU.
 
@@ -64,19 +72,121 @@ def load(
         config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # else transformers would put its own quantizer in charge
-        stored = config.dtype or checkpoint.layer(next(iter(checkpoint.layers)))["scales"].dtype
-        wanted = _choose_dtype(dtype, stored, place)
-        model = empty_model(config, wanted)
-    choice = install(model, checkpoint, backend=backend, device=place, dtype=wanted)
+        wanted = _choose_dtype(dtype, config.dtype or torch.float16, place)
+        empty = EmptyModel(empty_model(config, wanted))
+    install(empty, checkpoint, device=place, dtype=wanted, backend=backend)
+    model: Any = empty.model
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if missing:
+        raise CheckpointError(f"{checkpoint.path} lacks {some(missing)}; fetch its files again")
     model.to(place).eval().requires_grad_(False)
     with explain(path):
         if (checkpoint.path / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
         tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=False)
-    model.gptqkit_backend = choice
+    choice = model.gptqkit_backend = summarize(model)
     model.gptqkit_quantization_config = checkpoint.quantization_config
     _LOG.log(logging.WARNING if choice.fallback else logging.INFO, "backend %s", choice)
     return model, tokenizer
+
+
+def install(
+    empty: EmptyModel,
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str,
+    cast: bool = False,
+) -> None:
+    """Put all tensors of a checkpoint, or of a part of one, into a model.
+
+    Args:
+        empty: The model without weights.
+        checkpoint: The checkpoint.
+        device: Where the layers are to run.
+        dtype: Of activations.
+        backend: "auto" or one of `BACKENDS`.
+        cast: Bring weights that are not quantized into `dtype`, too, whatever that of the empty model is.
+
+    Raises:
+        CheckpointError: Tensors that do not fit the model.
+        BackendError: `backend` cannot serve a layer.
+    """
+    biases = [f"{name}.bias" for name in checkpoint.layers if f"{name}.bias" in checkpoint.tensors.where]
+    quantized = [f"{name}.weight" for name in checkpoint.layers]
+    names = StoredNames(empty.stacked, empty.names, [*quantized, *biases, *checkpoint.other_names])
+    for name in checkpoint.layers:
+        _install_layer(empty, checkpoint, names, name, device=device, dtype=dtype, backend=backend)
+    empty.fill(checkpoint.tensors, names, _others(empty, checkpoint, names), device, dtype if cast else None)
+
+
+def _install_layer(
+    empty: EmptyModel,
+    checkpoint: Checkpoint,
+    names: StoredNames,
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str,
+) -> None:
+    """Put one quantized layer in the place of its Linear."""
+    model, spec = empty.model, checkpoint.layers[name]
+    place = names.working(f"{name}.weight")
+    if place is None or not place.endswith(".weight"):
+        raise CheckpointError(
+            f"{name} belongs to no module of {type(model).__name__}, which has for example "
+            f"{some(module for module, _ in model.named_modules() if module)}; the model is built differently in this "
+            "version of transformers"
+        )
+    path = place.removesuffix(".weight")
+    owner = model.get_submodule(path)
+    tied: dict[str, str] = getattr(empty.stacked, "all_tied_weights_keys", {})
+    if not is_matrix(owner):
+        raise CheckpointError(f"{name} is quantized, but the model has a {type(owner).__name__} there, no plain Linear")
+    if place in (*tied, *tied.values()):
+        raise CheckpointError(f"{name} is quantized, but its weight is tied to another; correct config.json")
+    shape = matrix(owner).shape
+    if shape != (spec.out_features, spec.in_features):
+        raise CheckpointError(
+            f"{name} stands for {spec.out_features} x {spec.in_features} weights (out x in), but the model that "
+            f"config.json describes has {shape[0]} x {shape[1]}; fetch config.json again"
+        )
+    bias = _bias(name, checkpoint.bias(name), owner)
+    layer = make_linear(checkpoint.weight(name).to(device), bias, dtype, name=path, backend=backend)
+    model.set_submodule(path, layer)
+
+
+def _bias(name: str, bias: Tensor | None, owner: Any) -> Tensor | None:
+    """Return the bias that a layer is to have; AutoGPTQ stores zeros where the model has none."""
+    if bias is None and owner.bias is not None:
+        raise CheckpointError(f"{name}.bias is missing; fetch the files again")
+    if bias is not None and owner.bias is None:
+        if bias.any():
+            raise CheckpointError(f"{name}.bias is not expected: the model has no bias there")
+        return None
+    return bias
+
+
+def _others(empty: EmptyModel, checkpoint: Checkpoint, names: StoredNames) -> list[str]:
+    """Return the stored tensors that go into the model as they are; refuse what it has no place for."""
+    meta = checkpoint.quantization_config.get("meta")
+    allowed = {name for name, _ in empty.model.named_buffers()}
+    allowed |= set(meta.get("passthrough_tensors", ()) if isinstance(meta, dict) else ())
+    ignored = re.compile("|".join([*_STALE, *(empty.stacked._keys_to_ignore_on_load_unexpected or ())]))
+    chosen, unexpected = [], []
+    for name in checkpoint.other_names:
+        if names.parameters(name) or names.working(name) is not None:
+            chosen.append(name)
+        elif name not in allowed and not ignored.search(name):
+            unexpected.append(name)
+    if unexpected:
+        raise CheckpointError(
+            f"{some(unexpected)}: no place for them in {type(empty.model).__name__}; config.json describes another "
+            "model"
+        )
+    return chosen
 
 
 def load_float(
@@ -86,12 +196,12 @@ def load_float(
     dtype: torch.dtype | str = "auto",
     trust_remote_code: bool = False,
 ) -> tuple[Any, Any]:
-    """A model that is not quantized, in evaluation mode, and its tokenizer (None where its directory has none).
+    """Load a model that is not quantized, in evaluation mode, and its tokenizer (None where its directory has none).
 
     Args:
         path_or_id: A directory, or the id of a model on the Hub.
         device: "auto" takes the first NVIDIA GPU if there is one, else the CPU.
-        dtype: "stored" is the checkpoint's; "auto" too, except that float16 becomes float32 on a CPU.
+        dtype: "auto" is the checkpoint's, except that float16 becomes float32 on a CPU.
         trust_remote_code: Run code that the model brings along.
 
     Raises:
@@ -130,7 +240,7 @@ def is_quantized(path_or_id: Path | str) -> bool:
 
 
 def choose_device(device: torch.device | str) -> torch.device:
-    """The device meant by `device`; "auto" is torch's current NVIDIA GPU if there is one, else the CPU.
+    """Return the device meant by `device`; "auto" is torch's current NVIDIA GPU if there is one, else the CPU.
 
     Raises:
         ConfigError: No such device here.
@@ -150,8 +260,6 @@ def choose_device(device: torch.device | str) -> torch.device:
 
 
 def _choose_dtype(dtype: torch.dtype | str, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    if dtype == "stored":
-        return stored
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" and stored == torch.float16 else stored
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -161,7 +269,7 @@ def _choose_dtype(dtype: torch.dtype | str, stored: torch.dtype, device: torch.d
 
 
 def load_tokenizer(path_or_id: Path | str, *, trust_remote_code: bool) -> Any | None:
-    """The tokenizer of a model; None where its directory has none."""
+    """Return the tokenizer of a model; None where its directory has none."""
     path = Path(path_or_id)
     if path.is_dir() and not any((path / file).exists() for file in _TOKENIZER_FILES):
         return None

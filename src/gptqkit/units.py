@@ -1,10 +1,12 @@
-"""Bytes and seconds as people read them."""
+"""Bytes as people read and write them."""
 
 from __future__ import annotations
 
+import re
+
 
 def size_text(size: int) -> str:
-    """Three digits and a binary unit.
+    """Return three digits and a binary unit.
 
     >>> [size_text(size) for size in (0, 1023, 1536, 20 << 20, 1350 << 30)]
     ['0 B', '1023 B', '1.50 KiB', '20.0 MiB', '1.32 TiB']
@@ -17,16 +19,16 @@ def size_text(size: int) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {units[0]}"
 
 
-def time_text(seconds: float) -> str:
-    """Two units at most.
+def parse_size(text: str) -> int:
+    """Return the bytes in `8GiB`, `500 MiB` or a plain number.
 
-    >>> [time_text(seconds) for seconds in (0.21, 75, 3599.9, 8100, 180000)]
-    ['0.2 s', '1 min 15 s', '1 h 0 min', '2 h 15 min', '2 d 2 h']
+    >>> parse_size("8GiB"), parse_size("500 MiB"), parse_size("4096")
+    (8589934592, 524288000, 4096)
+
+    Raises:
+        ValueError: It is no size.
     """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    for small, large, size, most in (("s", "min", 1, 60), ("min", "h", 60, 48)):
-        whole, rest = divmod(round(seconds / size), 60)
-        if whole < most:
-            return f"{whole} {large} {rest} {small}"
-    return "{} d {} h".format(*divmod(round(seconds / 3600), 24))
+    match = re.fullmatch(r"(\d+) ?(|KiB|MiB|GiB|TiB)", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no size; give one such as 8GiB or 500MiB")
+    return int(match[1]) << (10 * ("", "KiB", "MiB", "GiB", "TiB").index(match[2]))

@@ -1,217 +1,384 @@
-"""Lists, chats and local files, real ones in a temporary folder."""
+"""Everything that can be given as text: lists, chats, real files, and data sets of a Hub that is replaced."""
 
 import copy
 import csv
+import inspect
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
+import datasets
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from gptqkit.calibration import load_tokens, load_windows
-from gptqkit.calibration.rows import Rows
-from gptqkit.calibration.sources import open_source
+from gptqkit.calibration.config import Calibration
+from gptqkit.calibration.samples import load_documents, load_samples, load_text
 from gptqkit.errors import CalibrationError, DatasetUnavailableError
 
 CHAT = [{"role": "user", "content": "Where is the ship?"}, {"role": "assistant", "content": "In the harbour."}]
-TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
-
-
-def read(source, **options):
-    opened = open_source(source, **options)
-    assert isinstance(opened, Rows)
-    assert not opened.streamed
-    return list(opened.rows)
+RENDERED = "<s>user: Where is the ship?</s><s>assistant: In the harbour.</s>"
 
 
 @pytest.fixture
-def chat_tokenizer(tokenizer):
-    chat_tokenizer = copy.deepcopy(tokenizer)
-    chat_tokenizer.chat_template = TEMPLATE
-    return chat_tokenizer
+def chatting(tokenizer):
+    chatting = copy.deepcopy(tokenizer)
+    chatting.chat_template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    return chatting
+
+
+@pytest.fixture
+def read(tokenizer):
+    """The documents of a source as text: what is encoded comes back unaltered, since the tokens are bytes at worst."""
+
+    def read(source, **options):
+        found = load_documents(source, tokenizer, sequence_length=1 << 30, **options)
+        return [tokenizer.decode(ids) for ids in found]
+
+    return read
+
+
+def draw(source, tokenizer, **options):
+    return load_samples(Calibration(source, **options), tokenizer, sequence_length=8).input_ids
+
+
+def write_all_kinds(folder, texts):
+    """Write the same texts as .json, .jsonl, .csv and .parquet, together with a column of numbers."""
+    records = [{"number": str(number), "text": text} for number, text in enumerate(texts)]
+    (folder / "a.json").write_text(json.dumps(records))
+    (folder / "b.jsonl").write_text("\n\n".join(json.dumps(r, ensure_ascii=False) for r in records), encoding="utf-8")
+    with (folder / "c.csv").open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.DictWriter(file, ["number", "text"])
+        writer.writeheader()
+        writer.writerows(records)
+    datasets.Dataset.from_list(records).to_parquet(folder / "d.parquet")
+    return [folder / name for name in ("a.json", "b.jsonl", "c.csv", "d.parquet")]
 
 
 def test_text_keeps_its_line_ends(tmp_path, tokenizer):
     path = tmp_path / "book.txt"
     path.write_bytes("one\r\ntwo\rthree\n\f é".encode())
-    assert read(path) == read(str(path)) == ["one\r\ntwo\rthree\n\f é"]
-    assert tokenizer.decode(load_tokens(path, tokenizer)) == "one\r\ntwo\rthree\n\f é"
+    for source in (path, str(path), [path]):
+        assert tokenizer.decode(load_text(source, tokenizer)) == "one\r\ntwo\rthree\n\f é"
 
 
-def test_every_kind_of_file_gives_the_same_rows(tmp_path):
-    csv_limit = csv.field_size_limit()
-    texts = ["plain", 'with "quotes", commas\r\nand lines', "\u2028é" * 70_000]  # longer than csv's own limit
-    records = [{"number": str(i), "text": text} for i, text in enumerate(texts)]
-    (tmp_path / "a.json").write_text(json.dumps(records))
-    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps(r, ensure_ascii=False) for r in records), encoding="utf-8")
-    quoted = ['"' + text.replace('"', '""') + '"' for text in texts]
-    csv_text = "number,text\r\n" + "".join(f"{i},{text}\r\n" for i, text in enumerate(quoted))
-    (tmp_path / "c.csv").write_bytes(b"\xef\xbb\xbf" + csv_text.encode())
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "d.parquet")
-    for ending in ("a.json", "b.jsonl", "c.csv", "d.parquet"):
-        assert read(tmp_path / ending) == texts, ending
-    assert csv.field_size_limit() == csv_limit
+def test_every_kind_of_file_gives_the_same_documents(tmp_path, read):
+    limit = csv.field_size_limit()
+    texts = [
+        "plain",
+        'with "quotes", commas\r\nand lines',
+        "\u2028é" * 70_000,  # longer than csv's own limit
+        *("007", "1.0", "NA", "null", "nan", "true", "2020-01-01", '{"a": 1}'),  # no numbers, nothing missing, no dates
+    ]
+    files = write_all_kinds(tmp_path, texts)
+    for file in files:
+        assert read(file) == texts, file
+        assert read(file, column="number") == [str(number) for number in range(len(texts))]
     assert read(tmp_path) == texts * 4
-    assert read([tmp_path / "c.csv", tmp_path / "a.json"]) == texts * 2
-    assert read(tmp_path / "c.csv", column="number") == ["0", "1", "2"]
-    assert read(tmp_path / "d.parquet", column="number") == ["0", "1", "2"]
+    assert read([files[2], files[0]]) == texts * 2
+    assert csv.field_size_limit() == limit
 
 
-def test_a_folder_is_read_in_order_with_subfolders_and_unknown_files_left_out(tmp_path):
-    (tmp_path / "sub").mkdir()
-    for name in ("b.txt", "a.TXT", "sub/c.txt", "notes.md"):
+def test_local_files_need_no_network_and_leave_nothing_behind(tmp_path):
+    files = write_all_kinds(tmp_path, ["text"])
+    (tmp_path / "e.jsonl").write_text("[1, 2]")
+    save_file({"input_ids": torch.ones(1, 2, dtype=torch.int64)}, tmp_path / "f.safetensors")
+    script = """
+import socket, sys
+from pathlib import Path
+def refuse(*_): raise SystemExit("the network was asked")
+socket.socket.connect = socket.getaddrinfo = refuse
+from gptqkit.calibration.config import Calibration
+assert not {"torch", "datasets", "transformers"} & set(sys.modules)
+from gptqkit.calibration.samples import load_samples, load_text
+class Tokenizer:
+    def __call__(self, text, **_): return {"input_ids": [1, 2]}
+for file in map(Path, sys.argv[1:]):
+    assert len(load_text(file, Tokenizer())) == 2
+    load_samples(Calibration(file, samples=1), Tokenizer(), sequence_length=2)
+assert "datasets" not in sys.modules
+"""
+    home = tmp_path / "home"
+    home.mkdir()
+    environment = os.environ | dict.fromkeys(("HF_HOME", "HOME", "TMPDIR", "XDG_CACHE_HOME"), str(home))
+    environment |= {"HF_HUB_OFFLINE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    given = [*files, tmp_path / "e.jsonl", tmp_path / "f.safetensors"]
+    subprocess.run([sys.executable, "-c", script, *given], env=environment, check=True, cwd=home)
+    assert list(home.iterdir()) == []
+
+
+def test_a_folder_is_read_in_order_with_subfolders_and_unknown_files_left_out(tmp_path, read):
+    (tmp_path / "sub [1]*").mkdir()
+    for name in ("b.txt", "a.TXT", "sub [1]*/c.txt", "notes.md"):
         (tmp_path / name).write_text(name)
-    assert read(tmp_path) == ["a.TXT", "b.txt", "sub/c.txt"]
+    assert read(tmp_path) == ["a.TXT", "b.txt", "sub [1]*/c.txt"]
 
 
 def test_json_of_plain_values(tmp_path):
-    (tmp_path / "a.json").write_text(json.dumps([None, "one", "two"]))
-    (tmp_path / "b.jsonl").write_text('"one"\n\n[1, 2]\n')
-    assert read(tmp_path / "a.json") == ["", "one", "two"]
-    text, ids = read(tmp_path / "b.jsonl")
-    assert text == "one"
-    assert ids.tolist() == [1, 2]
+    (tmp_path / "a.json").write_text("[[1, 2], [3]]")
+    (tmp_path / "b.jsonl").write_text('[4]\n\n{"input_ids": [5, 6, 7]}\r\n')  # ragged
+    assert load_text(tmp_path, None).tolist() == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_columns_are_found_in_order_of_preference(tmp_path):
+def test_columns_are_found_by_name_or_named(tmp_path, read):
     path = tmp_path / "rows.jsonl"
     for record, expected in (
         ({"content": "c", "text": "t"}, "t"),
         ({"content": "c", "title": "x"}, "c"),
-        ({"messages": CHAT, "title": "x"}, CHAT),
         ({"id": 3, "question": "q"}, "q"),
     ):
         path.write_text(json.dumps(record))
         assert read(path) == [expected]
-
-
-def test_missing_columns_list_the_columns_there_are(tmp_path):
-    path = tmp_path / "rows.jsonl"
     path.write_text('{"title": "x", "body": "y"}\n{"title": "z"}')
-    with pytest.raises(CalibrationError, match="no column 'text'; its columns are 'title', 'body'"):
-        read(path, column="text")
-    with pytest.raises(CalibrationError, match=r"2 columns of text .*'title', 'body': name one with column"):
-        read(path)
-    with pytest.raises(CalibrationError, match=r"row 1 of .* has no column 'body'; its columns are 'title'"):
+    assert read(path, column="title") == ["x", "z"]
+    with pytest.raises(
+        CalibrationError, match=r"record 1 of .*rows.jsonl has no column 'body'; its columns are 'title'"
+    ):
         read(path, column="body")
+    with pytest.raises(CalibrationError, match="has no column 'text'; its columns are 'title', 'body'"):
+        read(path, column="text")
+    with pytest.raises(CalibrationError, match=r"and 2 others with text; name one with column: 'title', 'body'"):
+        read(path)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.docx", b"x", r"ends in '\.docx'; files that can be read end in \.txt"),
-        ("a", b"x", "ends in 'nothing'"),
-        ("a.txt", b"caf\xe9", "not UTF-8 .byte 3"),
-        ("a.json", b"[1,", "is not JSON"),
-        ("a.json", b'{"text": "x"}', "a JSON dict; it must hold a list"),
-        ("a.jsonl", b'"x"\n{', "line 2 of .* is not JSON"),
-        ("a.jsonl", b'{"text": "x"}\n3', "row 1 of .* is of type int; row 0 is an object"),
-        ("a.jsonl", b"3", "row 0 of .* is of type int; a row must be text"),
-        ("a.csv", b'text\n"x', r"no readable \.csv file"),
-        ("a.parquet", b"PAR1 no", r"no readable \.parquet file"),
-        ("a.safetensors", b"12", r"no readable \.safetensors file"),
+        ("a.docx", b"x", r"a\.docx is or holds no file that can be read; such files end in \.txt"),
+        ("a", b"x", "such files end in"),
+        ("a.txt", b"caf\xe9", "'utf-8' codec can't decode byte 0xe9 in position 3"),
+        ("a.jsonl", b'"caf\xe9"', "'utf-8' codec can't decode"),
+        ("a.csv", b"text\ncaf\xe9", "'utf-8' codec can't decode"),
+        ("a.json", b"[1,", r"a\.json cannot be read as \.json"),
+        ("a.json", b"[" * 100_000, "recursion depth"),
+        ("a.json", b'{"text": "x"}', "it must hold a list; if it has one record per line, name it .jsonl"),
+        ("a.json", b"[[1, 1e3]]", r"document 0 of .*a\.json is \[1, 1000\.0\]; it must be text"),
+        ("a.json", b"[[9999999999999999999]]", "it must be text, a chat .* or a list of token ids"),
+        ("a.jsonl", b'"x"\n{', r"line 2 of .*a\.jsonl cannot be read"),
+        ("a.jsonl", b'{"text": "x"}\n3', "document 1 of .* is 3; it must be text"),
+        ("a.csv", b'text\n"x', r"a\.csv cannot be read as \.csv"),
+        ("a.parquet", b"PAR1 no", r"a\.parquet cannot be read as \.parquet"),
+        ("a.safetensors", b"12", r"a\.safetensors cannot be read as \.safetensors"),
+        ("a.txt", b"", "holds no token"),
+        ("a.jsonl", b"", "holds no token"),
     ],
 )
-def test_files_that_cannot_be_read(tmp_path, name, content, message):
+def test_files_that_cannot_be_read(tmp_path, tokenizer, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(CalibrationError, match=message):
-        read(tmp_path / name)
+    with pytest.raises(CalibrationError, match=message) as caught:
+        load_text(tmp_path / name, tokenizer)
+    assert str(tmp_path / name) in str(caught.value)
 
 
-def test_missing_files_and_empty_folders(tmp_path):
-    with pytest.raises(DatasetUnavailableError, match="there is no file or folder"):
-        read(tmp_path / "none")
-    with pytest.raises(DatasetUnavailableError, match="there is no file or folder"):
-        read("books/none.txt")  # never asked of the Hub
-    with pytest.raises(CalibrationError, match="has no file that ends in one of"):
-        read(tmp_path)
-    (tmp_path / "empty.jsonl").write_text("")
-    assert read(tmp_path) == []
+@pytest.mark.parametrize("name", ["a.json", "b.jsonl", "c.csv", "d.parquet", "e.safetensors"])
+def test_damaged_files_are_named(tmp_path, tokenizer, name):
+    write_all_kinds(tmp_path, ["one ship", "two ships"])
+    save_file({"input_ids": torch.ones(3, 4, dtype=torch.int64)}, tmp_path / "e.safetensors")
+    path = tmp_path / name
+    whole = path.read_bytes()
+    changed = [whole[:size] for size in range(0, len(whole), 7)]
+    changed += [whole[:place] + b"\xff\x00" + whole[place + 2 :] for place in range(0, len(whole), 7)]
+    messages = []
+    for data in changed:
+        path.write_bytes(data)
+        try:
+            load_text(path, tokenizer)
+        except CalibrationError as error:
+            messages.append(str(error))
+    assert len(messages) > len(changed) / 4
+    assert all(str(path) in message for message in messages)
 
 
-def test_ready_windows_from_files(tmp_path):
-    ids = torch.arange(12).view(3, 4)
+def test_missing_files_and_empty_folders(tmp_path, tokenizer):
+    for source in (tmp_path / "none", "books/none.txt"):  # never asked of the Hub
+        with pytest.raises(DatasetUnavailableError, match="there is no file or folder"):
+            load_text(source, tokenizer)
+    with pytest.raises(CalibrationError, match="is or holds no file that can be read"):
+        load_text(tmp_path, tokenizer)
+    with pytest.raises(CalibrationError, match="split is 'test', but only data sets of the Hub"):
+        load_text(tmp_path, tokenizer, split="test")
+
+
+def test_ready_samples_from_files(tmp_path):
+    ids = torch.arange(16).view(2, 8)
     save_file({"input_ids": ids}, tmp_path / "a.safetensors")
-    save_file({"input_ids": ids + 12}, tmp_path / "b.safetensors")
-    assert torch.equal(load_windows(tmp_path / "a.safetensors", None, samples=8, sequence_length=4).input_ids, ids)
-    both = load_windows(tmp_path, None, samples=5, sequence_length=4).input_ids
-    assert both.flatten().tolist() == list(range(20))
+    save_file({"input_ids": ids + 16}, tmp_path / "b.safetensors")
+    assert torch.equal(draw(tmp_path / "a.safetensors", None, samples=8), ids)
+    assert draw(tmp_path, None, samples=3, seed=9).flatten().tolist() == list(range(24))
     save_file({"input_ids": torch.arange(6).view(2, 3)}, tmp_path / "c.safetensors")
-    with pytest.raises(CalibrationError, match=r"have 3 tokens, those in .* 4"):
-        open_source(tmp_path)
+    with pytest.raises(CalibrationError, match="samples of 3 tokens, and sequence_length is 8"):
+        draw(tmp_path, None, samples=9)
     (tmp_path / "d.txt").write_text("text")
-    with pytest.raises(CalibrationError, match=r"a\.safetensors holds ready windows, .*d\.txt does not"):
-        open_source(tmp_path)
+    with pytest.raises(CalibrationError, match=r"both text and \.safetensors files"):
+        draw(tmp_path, None)
 
 
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"ids": torch.zeros(1, 2, dtype=torch.int64)}, "holds ids; it must hold exactly one tensor, input_ids"),
-        (
-            {"input_ids": torch.zeros(1, 2, dtype=torch.int64), "attention_mask": torch.ones(1, 2, dtype=torch.bool)},
-            "holds attention_mask, input_ids",
-        ),
-        ({"input_ids": torch.zeros(4, dtype=torch.int64)}, r"shape \(4,\); it must be \(samples, length\)"),
-        ({"input_ids": torch.zeros(1, 2)}, r"torch\.float32; token ids must be whole numbers"),
+        ({"ids": torch.zeros(1, 2, dtype=torch.int64)}, "it must hold one tensor, input_ids"),
+        ({"input_ids": torch.zeros(1, 2).long(), "attention_mask": torch.ones(1, 2).bool()}, "nothing else"),
+        ({"input_ids": torch.zeros(4, dtype=torch.int64)}, r"input_ids \(samples, length\)"),
+        ({"input_ids": torch.zeros(1, 2)}, r"a\.safetensors is tensor\(.*; it must be .*whole numbers"),
     ],
 )
 def test_safetensors_that_hold_something_else(tmp_path, tensors, message):
     save_file(tensors, tmp_path / "a.safetensors")
     with pytest.raises(CalibrationError, match=message):
-        open_source(tmp_path / "a.safetensors")
+        draw(tmp_path / "a.safetensors", None)
 
 
-def test_chats_go_through_the_template(chat_tokenizer, tmp_path):
-    rendered = "<s>user: Where is the ship?</s><s>assistant: In the harbour.</s>"
-    expected = chat_tokenizer.backend_tokenizer.encode(rendered, add_special_tokens=False).ids
-    assert expected.count(chat_tokenizer.bos_token_id) == 2
-    assert load_tokens([CHAT], chat_tokenizer).tolist() == expected
-    windows = load_windows([CHAT, CHAT], chat_tokenizer, samples=None, sequence_length=1)
-    assert windows.input_ids.flatten().tolist() == expected * 2
-    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}))
-    assert load_tokens(tmp_path / "chats.jsonl", chat_tokenizer).tolist() == expected
+def test_chats_go_through_the_template(chatting, tmp_path):
+    expected = chatting.backend_tokenizer.encode(RENDERED, add_special_tokens=False).ids
+    assert expected.count(chatting.bos_token_id) == 2
+    # Messages need not have the same keys.
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + '\n{"messages": [{"role": "a", "x": 1}]}')
+    assert load_text(tmp_path / "chats.jsonl", chatting)[: len(expected)].tolist() == expected
+    datasets.Dataset.from_list([{"messages": CHAT}]).to_parquet(tmp_path / "chats.parquet")
+    for source in ([CHAT], tmp_path / "chats.parquet", datasets.Dataset.from_list([{"messages": CHAT}])):
+        assert load_text(source, chatting).tolist() == expected
+    twice = load_samples(Calibration([CHAT, CHAT], samples=2), chatting, sequence_length=len(expected))
+    assert twice.input_ids.tolist() == [expected] * 2
 
 
-def test_chats_that_cannot_be_rendered(tokenizer, chat_tokenizer):
-    with pytest.raises(CalibrationError, match=r"the tokenizer has no chat template; set tokenizer.chat_template"):
-        load_tokens([CHAT], tokenizer)
-    with pytest.raises(CalibrationError, match="the keys 'from', 'value'; it needs 'role'"):
-        load_tokens([[{"from": "human", "value": "x"}]], chat_tokenizer)
-    chat_tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(CalibrationError, match="does not fit the tokenizer's chat template: roles must alternate"):
-        load_tokens([CHAT], chat_tokenizer)
+def test_chats_that_cannot_be_rendered(tokenizer, chatting):
+    with pytest.raises(CalibrationError, match=r"does not fit the tokenizer .*chat_template is not set"):
+        load_text([CHAT], tokenizer)
+    with pytest.raises(CalibrationError, match=r"it must be text, a chat .a list of messages with 'role'"):
+        load_text([[{"from": "human", "value": "x"}]], chatting)
+    chatting.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(CalibrationError, match=r"the list does not fit .*: roles must alternate"):
+        load_text([CHAT], chatting)
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ([], "the list is empty"),
-        ([1, 2], "a list of lists"),
-        (CHAT, "a single message; a chat is a list of messages"),
-        ([["a", 1]], "row 0 of the list is a list of int and str"),
-        (["text", 3.5], "row 1 of the list is of type float"),
-        (3, "a source of type int cannot be read"),
-        (b"bytes", "a source of type bytes"),
-        (torch.zeros(4), r"torch\.float32; token ids must be whole numbers"),
-        (torch.zeros(1, 2, 3, dtype=torch.int64), r"shape \(1, 2, 3\); token ids must be"),
+        ([], r"^\[\] cannot be read; give a file, a folder"),
+        ([1, 2], "document 0 of the list is 1; it must be .* a list of token ids"),
+        (CHAT, r"document 0 of the list is \{.*a chat \(a list of messages"),
+        ([["a", 1]], r"document 0 of the list is \['a', 1\]"),
+        (["text", 3.5], r"document 1 of the list is 3\.5"),
+        (["text", Path("a.txt")], r"document 1 of the list is .*Path\('a\.txt'\)"),
+        ([b"bytes"], r"document 0 of the list is b'bytes'"),
+        ([[True, False]], "whole numbers"),
+        (3, "3 cannot be read"),
+        (b"bytes", "b'bytes' cannot be read"),
+        (torch.zeros(4), r"document 0 of the tensor is tensor\(\[0\."),
+        (torch.zeros(1, 2, 3, dtype=torch.int64), r"cannot be read; .* \(1-D, or 2-D for ready samples\)"),
     ],
 )
 def test_sources_of_no_known_kind(source, message):
     with pytest.raises(CalibrationError, match=message):
-        open_source(source)
+        load_text(source, None)
 
 
-def test_paths_and_texts_do_not_mix(tmp_path):
-    (tmp_path / "a.txt").write_text("a")
-    for source in ([tmp_path / "a.txt", "text"], ["text", tmp_path / "a.txt"]):
-        with pytest.raises(CalibrationError, match="paths and other things"):
-            open_source(source)
+class Hub:
+    """Stands in for `datasets.load_dataset`: every set says its own name, and what is fetched is counted."""
+
+    def __init__(self):
+        self.fetched = 0
+
+    def __call__(self, path, name=None, *, split, streaming):
+        def rows():
+            for number in range(2000):
+                self.fetched += 1
+                yield {"text": f"{number} {path} {name} {split}", "url": "x"}
+
+        return datasets.IterableDataset.from_generator(rows) if streaming else datasets.Dataset.from_list(list(rows()))
 
 
-def test_only_hub_sets_have_splits(tmp_path):
-    (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(CalibrationError, match="split is 'test', but only data sets of the Hub"):
-        open_source(tmp_path / "a.txt", split="test")
+@pytest.fixture
+def hub(monkeypatch):
+    hub = Hub()
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    return hub
+
+
+@pytest.mark.parametrize(
+    ("source", "expected", "evaluation", "documents"),
+    [
+        ("wikitext2", "Salesforce/wikitext wikitext-2-raw-v1", "test", 2000),
+        ("c4", "allenai/c4 en", "validation", 1100),  # streamed, and only the first 1100 are evaluated
+        ("pile", "NeelNanda/pile-10k None", "train", 2000),
+        ("some/set", "some/set None", "test", 2000),
+        ("some/set:part", "some/set part", "test", 2000),
+    ],
+)
+def test_sets_of_the_hub(hub, tokenizer, source, expected, evaluation, documents):
+    text = "\n\n".join(f"{number} {expected} {evaluation}" for number in range(documents))
+    assert tokenizer.decode(load_text(source, tokenizer)) == text
+    assert tokenizer.decode(load_text(source, tokenizer, split="x")).startswith(f"0 {expected} x\n\n1 ")
+    hub.fetched = 0
+    calibration = Calibration(source, samples=8, concatenate=False)
+    drawn = tokenizer.batch_decode(load_samples(calibration, tokenizer, sequence_length=64).input_ids)
+    numbers = [int(text.split()[0]) for text in drawn]
+    assert all(text.startswith(f"{number} {expected} train") for number, text in zip(numbers, drawn, strict=True))
+    if source in ("wikitext2", "pile"):  # small, so that samples come from everywhere in them
+        assert max(numbers) > 500
+    else:
+        assert hub.fetched < 100
+
+
+def test_streams_are_read_no_further_than_needed(hub, tokenizer):
+    assert draw("c4", tokenizer, samples=4).shape == (4, 8)
+    assert hub.fetched < 50
+    endless = datasets.IterableDataset.from_generator(lambda: ({"text": f"{n}"} for n in range(10**9)))
+    assert draw(endless, tokenizer, samples=4).shape == (4, 8)
+    assert len(load_documents(endless, tokenizer, sequence_length=8, limit=3)) == 3
+    for load, options in ((load_text, {}), (load_documents, {"sequence_length": 8})):
+        with pytest.raises(CalibrationError, match="the data set may have no end"):
+            load(endless, tokenizer, **options)
+
+
+def test_datasets_made_by_the_caller(tokenizer):
+    dataset = datasets.Dataset.from_dict({"extra": [1, 2], "content": ["one ship", "two ships"]})
+    assert tokenizer.decode(load_text(dataset, tokenizer)) == "one ship\n\ntwo ships"
+    for source in (dataset, dataset.to_iterable_dataset()):
+        with pytest.raises(CalibrationError, match="no column 'body'; its columns are 'extra', 'content'"):
+            draw(source, tokenizer, column="body")
+    ids = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3, 4, 5]]})
+    assert load_text(ids, None).tolist() == [1, 2, 3, 4, 5]
+    with pytest.raises(CalibrationError, match="the data set gives 0 samples"):
+        draw(datasets.Dataset.from_dict({"text": []}), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("raised", "message"),
+    [
+        (ConnectionError("no route"), r"some/set \(train\) cannot be read: no route; check .*the network"),
+        (datasets.exceptions.DatasetNotFoundError("gone"), "cannot be read: gone; check its name"),
+        (datasets.exceptions.DatasetGenerationError("bad"), "cannot be read: bad"),
+        (ValueError("Bad split: x. Available: y"), "Available: y; check its name, its split"),
+        (RuntimeError("Dataset scripts are no longer supported"), "scripts are no longer supported.*give a local file"),
+    ],
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_sets_that_cannot_be_had(monkeypatch, tokenizer, raised, message, late):
+    def rows():
+        yield {"text": "one ship"}
+        raise raised
+
+    def load(*_, **__):
+        if not late:
+            raise raised
+        return datasets.IterableDataset.from_generator(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(DatasetUnavailableError, match=message) as caught:
+        draw("some/set", tokenizer)
+    assert caught.value.__cause__ is raised
+
+
+@pytest.mark.parametrize("source", ["../some/set", "a/b/c", "Call me Ishmael.", "x" * 5000 + " ", "a/b:c:d", "nul\0"])
+def test_strings_that_are_neither_path_nor_data_set(hub, source):
+    with pytest.raises(DatasetUnavailableError, match="no existing file or folder, and cannot be a data set"):
+        load_text(source, None)
+    assert hub.fetched == 0
+
+
+def test_remote_code_cannot_be_asked_for():
+    """`datasets` has no such option left, so that no call of ours could switch it on."""
+    assert "trust_remote_code" not in inspect.signature(datasets.load_dataset).parameters

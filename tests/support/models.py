@@ -4,9 +4,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from gptqkit.calibration.windows import TokenWindows
-from gptqkit.quantizer.experts import stacked_parameters
-from gptqkit.quantizer.modules import find_blocks, is_matrix
+from gptqkit.calibration.samples import Samples
+from gptqkit.experts import is_stacked, stacked_names
+from gptqkit.targets import is_matrix
 
 SIZE = {
     "hidden_size": 64,
@@ -99,11 +99,13 @@ def build(name, **changes):
     kind = CLASSES.get(name)
     model = (transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)).eval()
     with torch.no_grad():  # random initial weights are tiny; make the blocks matter, and biases and routers differ
-        for module in find_blocks(model)[1].modules():
-            if is_matrix(module):
+        for module in model.modules():
+            if is_stacked(module):
+                for stack in stacked_names(module):
+                    getattr(module, stack).mul_(5)
+        for module in model.modules():
+            if is_matrix(module) and module is not model.get_output_embeddings():
                 module.weight.mul_(5)
-            for stack in stacked_parameters(module).values():
-                stack.mul_(5)
             for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
                 if key.endswith("bias") and name in MIXTURES:
                     tensor.normal_(std=0.1)
@@ -118,10 +120,10 @@ def save(model, path):
     return load_file(path / "model.safetensors")
 
 
-def windows(samples=6, length=24, vocabulary=96, padded=False):
+def samples(count=6, length=24, vocabulary=96, padded=False):
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(1, vocabulary, (samples, length), generator=generator)
+    ids = torch.randint(1, vocabulary, (count, length), generator=generator)
     if not padded:
-        return TokenWindows(ids)
-    mask = torch.arange(length)[None] < torch.tensor([length, length - 5, 9, length, 3, 14])[:samples, None]
-    return TokenWindows(torch.where(mask, ids, 0), mask)
+        return Samples(ids)
+    mask = torch.arange(length)[None] < torch.tensor([length, length - 5, 9, length, 3, 14])[:count, None]
+    return Samples(torch.where(mask, ids, 0), mask)

@@ -1,0 +1,149 @@
+"""The activation cache: the hidden states of all samples between one block of a model and the next."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, ShapeError
+
+PLACES = ("device", "memory", "disk")
+_SLICE = 64 << 20
+
+
+class ActivationCache:
+    """Hidden states of a range of samples, (samples, *shape), on the device, in RAM or in a file.
+
+    Args:
+        samples: Numbers of the samples that are held here.
+        shape: Shape of one sample's states, such as (length, width).
+        dtype: Of the states.
+        device: Where the states are wanted.
+        place: One of `PLACES`.
+        file: The file, for "disk"; it is made at its full size, so that a full disk shows at once.
+
+    Raises:
+        OSError: The file cannot be made.
+    """
+
+    def __init__(
+        self,
+        samples: range,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        place: str,
+        file: Path | None = None,
+    ) -> None:
+        self.samples, self.shape, self.dtype, self.device, self.place, self.file = (
+            samples,
+            shape,
+            dtype,
+            device,
+            place,
+            file if place == "disk" else None,
+        )
+        if self.file is None:
+            where = device if place == "device" else torch.device("cpu")
+            self._states = torch.empty(len(samples), *shape, dtype=dtype, device=where)
+            return
+        size = len(samples) * self.sample_bytes
+        with _naming(self.file), self.file.open("wb") as stream:
+            if size:
+                os.posix_fallocate(stream.fileno(), 0, size)
+        self._states = _mapped(self.file, len(samples), shape, dtype, shared=True)
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of one sample."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def read(self, samples: range) -> Tensor:
+        """Return the states of some samples on the device, (samples, *shape)."""
+        return self._states[self._local(samples)].to(self.device)
+
+    def write(self, samples: range, states: Tensor) -> None:
+        """Put the states of some samples in the place of what is there.
+
+        Raises:
+            ShapeError: Another dtype, or another shape per sample.
+        """
+        if states.dtype != self.dtype or states.shape != (len(samples), *self.shape):
+            raise ShapeError(
+                f"hidden states are {states.dtype} {tuple(states.shape)}; those of {len(samples)} samples that entered "
+                f"the first block were {self.dtype} {(len(samples), *self.shape)}"
+            )
+        self._states[self._local(samples)] = states.to(self._states.device)
+
+    def successor(self, file: Path) -> ActivationCache:
+        """Return where to write what leaves a block: `file` on disk, so that these stay; otherwise right here."""
+        if self.file is None:
+            return self
+        return ActivationCache(self.samples, self.shape, self.dtype, self.device, self.place, file)
+
+    def save(self, file: Path) -> None:
+        """Bring the states into `file` for good; a file that they live in is only synced.
+
+        Raises:
+            OSError: The disk refused.
+        """
+        with _naming(file), file.open("r+b" if file == self.file else "wb") as stream:
+            for samples in self._slices() if file != self.file else ():
+                stream.write(_bytes(self._states[self._local(samples)].cpu()))
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def load(self, file: Path, samples: range) -> None:
+        """Take what `save` wrote of those samples that are held here; `samples` are all that are in the file.
+
+        Raises:
+            CheckpointError: The file is too short.
+        """
+        size = len(samples) * self.sample_bytes
+        if not file.exists() or file.stat().st_size != size:
+            raise CheckpointError(f"{file} is not {size} bytes long; delete the unfinished job and start it again")
+        stored = _mapped(file, len(samples), self.shape, self.dtype, shared=False)
+        for part in self._slices():
+            common = range(max(part.start, samples.start), min(part.stop, samples.stop))
+            if common:
+                there = slice(common.start - samples.start, common.stop - samples.start)
+                self.write(common, stored[there])
+
+    def _slices(self) -> Iterator[range]:
+        """Yield the samples in ranges of few bytes, so that little is ever there twice."""
+        count = max(1, _SLICE // max(1, self.sample_bytes))
+        for start in range(self.samples.start, self.samples.stop, count):
+            yield range(start, min(start + count, self.samples.stop))
+
+    def _local(self, samples: range) -> slice:
+        return slice(samples.start - self.samples.start, samples.stop - self.samples.start)
+
+
+class _naming:  # noqa: N801 - reads as a statement
+    """Names the file in errors that do not, such as that of a full disk."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(self._file)
+
+
+def _mapped(file: Path, samples: int, shape: tuple[int, ...], dtype: torch.dtype, *, shared: bool) -> Tensor:
+    count = samples * torch.Size(shape).numel()
+    if not count:
+        return torch.empty(samples, *shape, dtype=dtype)
+    return torch.from_file(str(file), shared=shared, size=count, dtype=dtype).view(samples, *shape)
+
+
+def _bytes(states: Tensor) -> Any:
+    return states.contiguous().view(torch.uint8).numpy().data if states.numel() else b""

@@ -1,0 +1,199 @@
+"""One block of a model at a time: how the model calls it, and what its Linears receive."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+Routing = Mapping[str, tuple[Any, ...]]
+"""What modules of experts were given beside their tokens, by name: a table of experts (tokens, slots), and weights."""
+
+
+class _Reached(Exception):  # noqa: N818 - leaves a forward pass early; no error
+    pass
+
+
+@dataclass(frozen=True, eq=False)
+class BlockCall:
+    """How a model's forward pass calls one of its blocks: masks, rotary angles and whatever else it hands over.
+
+    Attributes:
+        arguments: Positional arguments, the hidden states first, if they are among them.
+        named: All others.
+    """
+
+    arguments: tuple[Any, ...]
+    named: Mapping[str, Any]
+
+    @property
+    def hidden(self) -> Tensor:
+        """The hidden states that the block was called with."""
+        states: Tensor = self.arguments[0] if self.arguments else self.named["hidden_states"]
+        return states
+
+    def __call__(self, block: nn.Module, hidden: Tensor) -> Any:
+        """Run `block` on other hidden states; return what it returns."""
+        if self.arguments:
+            return block(hidden, *self.arguments[1:], **self.named)
+        return block(**{**self.named, "hidden_states": hidden})
+
+
+def block_call(
+    model: nn.Module, blocks: nn.ModuleList, layer: int, batch: Mapping[str, Tensor], *, in_tuples: bool
+) -> BlockCall:
+    """Return how `model` calls block `layer`, found by running its own forward pass up to there.
+
+    Earlier blocks hand on what they get, so nothing but the embedding is computed, and no table of architectures is
+    needed.
+
+    Args:
+        model: A transformers model; what stands outside its blocks must be on the device of the batch.
+        blocks: Its repeated blocks.
+        layer: Number of the block.
+        batch: input_ids and perhaps attention_mask, (samples, length).
+        in_tuples: Whether its blocks return tuples, the hidden states first.
+    """
+    calls: list[BlockCall] = []
+
+    def reached(*arguments: Any, **named: Any) -> None:
+        calls.append(BlockCall(arguments, named))
+        raise _Reached
+
+    with _blocks_replaced(blocks[:layer], in_tuples), _forward_replaced(blocks[layer], reached), suppress(_Reached):
+        model(**batch, **_without_cache(model))
+    return calls[0]
+
+
+def head_input(
+    model: nn.Module,
+    blocks: nn.ModuleList,
+    head: nn.Module,
+    batch: Mapping[str, Tensor],
+    hidden: Tensor,
+    *,
+    in_tuples: bool,
+) -> Tensor:
+    """Return what the output layer receives where `hidden` leaves the last block, (samples, length, width)."""
+
+    def replaced(*_: Any, **__: Any) -> Any:
+        return (hidden,) if in_tuples else hidden
+
+    with _blocks_replaced(blocks[:-1], in_tuples), _forward_replaced(blocks[-1], replaced):
+        return capture_inputs({"head": head}, lambda: model(**batch, **_without_cache(model)))["head"]
+
+
+def capture_inputs(modules: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, Tensor]:
+    """Return what each of `modules` receives first while `run` runs; the run ends as soon as all have been called.
+
+    Modules that are not called are missing in the result.
+    """
+    seen: dict[str, Tensor] = {}
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+
+            def record(_: nn.Module, arguments: tuple[Any, ...], name: str = name) -> None:
+                seen.setdefault(name, arguments[0])
+                if len(seen) == len(modules):
+                    raise _Reached
+
+            hooks.callback(module.register_forward_pre_hook(record).remove)
+        with suppress(_Reached):
+            run()
+    return seen
+
+
+def trace_inputs(modules: Mapping[str, nn.Module], run: Callable[[], object]) -> list[tuple[list[str], Tensor]]:
+    """Return the names of `modules` in the order of their first calls in `run`, those that receive one tensor together.
+
+    Each group comes with the tensor.
+    """
+    # Tensors are kept alive meanwhile, so an equal place in memory and version mean the same numbers.
+    found: list[tuple[list[str], Tensor, int]] = []
+    called: set[str] = set()
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+
+            def record(_: nn.Module, arguments: tuple[Any, ...], name: str = name) -> None:
+                received: Tensor = arguments[0]
+                if name in called:
+                    return
+                called.add(name)
+                for names, earlier, version in found:
+                    if version == received._version and _same_place(earlier, received):
+                        names.append(name)
+                        return
+                found.append(([name], received, received._version))
+
+            hooks.callback(module.register_forward_pre_hook(record).remove)
+        run()
+    return [(names, received) for names, received, _ in found]
+
+
+@contextmanager
+def routing(experts: Mapping[str, nn.Module], impose: Routing | None = None) -> Iterator[dict[str, tuple[Any, ...]]]:
+    """Record which experts tokens go to while the context lasts, or send them where `impose` says.
+
+    Args:
+        experts: Modules that are called with tokens, a table of experts and their weights, by name.
+        impose: What `routing` recorded in another run, to be given to the modules instead of their routers' choice.
+    """
+    seen: dict[str, tuple[Any, ...]] = {}
+    with ExitStack() as hooks:
+        for name, module in experts.items():
+
+            def record(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], name: str = name) -> Any:
+                order = ("hidden_states", "top_k_index", "top_k_weights")
+                given = (*arguments, *(named[key] for key in order if key in named))
+                seen[name] = given[1:] if impose is None else impose[name]
+                return (given[0], *seen[name]), {}
+
+            hooks.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)
+        yield seen
+
+
+def routed_tokens(table: Tensor, expert: int) -> tuple[Tensor, Tensor]:
+    """Return the numbers of the tokens that go to `expert`, in order, and the slot of each, from (tokens, slots)."""
+    tokens, slots = (table == expert).nonzero(as_tuple=True)
+    return tokens, slots
+
+
+def _same_place(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+
+
+def _without_cache(model: nn.Module) -> dict[str, bool]:
+    accepted = inspect.signature(model.forward).parameters.values()
+    takes = any(parameter.name == "use_cache" or parameter.kind is parameter.VAR_KEYWORD for parameter in accepted)
+    return {"use_cache": False} if takes else {}
+
+
+@contextmanager
+def _blocks_replaced(blocks: Iterable[nn.Module], in_tuples: bool) -> Iterator[None]:
+    """Let `blocks` hand on what they get."""
+
+    def hand_on(*arguments: Any, **named: Any) -> Any:
+        hidden = arguments[0] if arguments else named["hidden_states"]
+        return (hidden,) if in_tuples else hidden
+
+    with ExitStack() as patches:
+        for block in blocks:
+            patches.enter_context(_forward_replaced(block, hand_on))
+        yield
+
+
+@contextmanager
+def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    own = module.__dict__.get("forward")  # accelerate, among others, puts one there
+    module.forward = forward  # an instance attribute shadows the class's method
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own

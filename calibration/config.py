@@ -1,0 +1,49 @@
+"""What to calibrate on. Nothing heavy is imported here, so that the command line can show its help at once."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Where calibration text comes from, and which samples are drawn from it.
+
+    Every field but `source` is an option of the command line, whose help is the text below.
+
+    Attributes:
+        source: A string is a shorthand (wikitext2, c4, pile), else an existing file or folder, else the id of a data
+            set on the Hub (organisation/name or organisation/name:configuration). A Path is a file or folder, a list
+            of them several. A list of strings is a list of texts, never of paths. Further: a list of chats (lists of
+            messages), a list of lists of token ids, a tensor of token ids (1-D: one document; 2-D: ready samples), a
+            `datasets.Dataset` or a `datasets.IterableDataset`.
+        samples: Number of samples; of ready-made ones, at most that many, from the first on.
+        sequence_length: Tokens per sample; by default 2048, or the model's maximum if that is less.
+        seed: Seed of the random choice of samples.
+        concatenate: Join all documents and cut samples from them, instead of making one padded sample per document.
+        column: Column that holds the text, in structured files and data sets; by default found by its name.
+        split: Split of a Hub data set; by default "train".
+
+    Raises:
+        ConfigError: `samples` or `sequence_length` is not positive, or `seed` is out of range.
+    """
+
+    source: Any
+    _: KW_ONLY
+    samples: int = 128
+    sequence_length: int | None = None
+    seed: int = 0
+    concatenate: bool = True
+    column: str | None = None
+    split: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "sequence_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be positive")
+        if not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"seed is {self.seed}; it must lie between 0 and 2^63 - 1")

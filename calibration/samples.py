@@ -1,0 +1,286 @@
+"""Documents -> samples: what goes through the model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+
+from ..errors import CalibrationError, ConfigError, ShapeError
+from .config import Calibration
+from .sources import Document, Documents, open_source
+
+_Item = TypeVar("_Item")
+
+SEPARATOR = "\n\n"  # between two texts that are joined, as in the papers' evaluations
+LARGE = 64  # characters per token needed above which a local source counts as long; text has 1 to 6 per token
+STRETCH = 16  # characters per token of a sample in one stretch of a long source: a few samples
+POOL = 4  # how many times as much of a long source is encoded as is needed, so that the seed has a choice
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Samples of one length.
+
+    Attributes:
+        input_ids: (samples, length) int64.
+        attention_mask: (samples, length) bool, False for padding, which is always on the right; None: no padding.
+
+    Raises:
+        ShapeError: Other shapes or dtypes.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        ids, mask = self.input_ids, self.attention_mask
+        if ids.ndim != 2 or ids.dtype != torch.int64:
+            raise ShapeError(f"input_ids is {ids.dtype} {tuple(ids.shape)}; it must be torch.int64 (samples, length)")
+        if mask is not None and (mask.shape != ids.shape or mask.dtype != torch.bool):
+            raise ShapeError(
+                f"attention_mask is {mask.dtype} {tuple(mask.shape)}; input_ids need torch.bool {tuple(ids.shape)}"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there are, padding left out."""
+        return self.input_ids.numel() if self.attention_mask is None else int(self.attention_mask.sum())
+
+
+def load_samples(
+    calibration: Calibration, tokenizer: Any, *, sequence_length: int, vocab_size: int | None = None
+) -> Samples:
+    """Draw samples from a source, the same ones for the same source and seed.
+
+    Concatenated, the documents are encoded one by one without special tokens and joined in their own order (texts with
+    a blank line between them), and the joined tokens are cut into samples side by side. With `concatenate` off each
+    document is one sample: cut off at `sequence_length`, or padded on the right and masked. Blank documents are left
+    out. Of all samples, a permutation drawn from the seed picks those asked for.
+
+    Of a source far larger than needed only 4 times as much as asked for is encoded. A data set that is streamed from
+    the Hub (c4, and every set without a shorthand) or is an IterableDataset is read from its first document on. Other
+    sources of more than 64 characters per token come in an order drawn from the seed: text in stretches of
+    16 * sequence_length characters, chats one by one.
+
+    Ready samples (a 2-D tensor, or .safetensors files with the tensor `input_ids`) are taken as they are, from the
+    first on, whatever the seed.
+
+    Args:
+        calibration: The source, and how many samples of it.
+        tokenizer: The model's tokenizer, one of transformers; None where the source is token ids.
+        sequence_length: Tokens per sample, once the model's default is known.
+        vocab_size: Rows of the model's embedding, against which every id is checked; None checks for negative ids only.
+
+    Raises:
+        ConfigError: `sequence_length` is not positive.
+        CalibrationError: Too little text, or text or tokens that cannot be used.
+        DatasetUnavailableError: A file does not exist, or the Hub cannot be reached.
+
+    >>> documents = [[1, 2, 3, 4, 5], [6, 7, 8]]
+    >>> load_samples(Calibration(documents, samples=2), None, sequence_length=4).input_ids.tolist()
+    [[1, 2, 3, 4], [5, 6, 7, 8]]
+    >>> load_samples(Calibration(documents, samples=2, concatenate=False), None, sequence_length=4).input_ids.tolist()
+    [[1, 2, 3, 4], [6, 7, 8, 0]]
+    """
+    if sequence_length < 1:
+        raise ConfigError(f"sequence_length is {sequence_length}; it must be positive")
+    opened = open_source(calibration.source, column=calibration.column, split=calibration.split, evaluation=False)
+    if opened.ready:
+        chosen = [ids for ids in itertools.islice(opened.items, calibration.samples) if isinstance(ids, Tensor)]
+        for length in {len(ids) for ids in chosen} - {sequence_length}:
+            raise CalibrationError(
+                f"{opened.name} holds ready samples of {length} tokens, and sequence_length is {sequence_length}; they "
+                f"are never cut or joined: use sequence_length {length}"
+            )
+    else:
+        draw = _join if calibration.concatenate else _pick
+        chosen = draw(opened, calibration, tokenizer, sequence_length)
+        if len(chosen) < calibration.samples:
+            raise CalibrationError(
+                f"{opened.name} gives {len(chosen)} samples of {sequence_length} tokens, and samples is "
+                f"{calibration.samples}; give more text, or ask for fewer or shorter samples"
+            )
+    _check(chosen, vocab_size, opened.name)
+    candidates = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+    known = (token for token in candidates if isinstance(token, int) and (vocab_size is None or token < vocab_size))
+    input_ids = torch.full((len(chosen), sequence_length), next(known, 0))
+    mask = torch.zeros(len(chosen), sequence_length, dtype=torch.bool)
+    for index, ids in enumerate(chosen):
+        input_ids[index, : len(ids)] = ids
+        mask[index, : len(ids)] = True
+    return Samples(input_ids, None if bool(mask.all()) else mask)
+
+
+def load_text(
+    source: Any, tokenizer: Any, *, column: str | None = None, split: str | None = None, vocab_size: int | None = None
+) -> Tensor:
+    """Return all tokens of a source, (tokens,) int64, for perplexity.
+
+    Texts, blank ones too, are joined by a blank line into one string and encoded without special tokens, as the papers
+    do for WikiText-2; of c4 only the first 1100 documents of the validation split are used, as in the GPTQ paper's
+    code. Token ids and chats are joined as they are.
+
+    `source` and `column` are those of `Calibration`, `tokenizer` and `vocab_size` those of `load_samples`; without
+    `split` the test split is taken (c4: "validation", pile: "train").
+
+    Raises:
+        CalibrationError: There is no token, or text or tokens that cannot be used.
+        DatasetUnavailableError: A file does not exist, or the Hub cannot be reached.
+    """
+    opened = open_source(source, column=column, split=split, evaluation=True)
+    if opened.endless:
+        raise CalibrationError(f"{opened.name} may have no end; take a part of it (IterableDataset.take) into a list")
+    documents = list(opened.items)
+    texts = [document for document in documents if isinstance(document, str)]
+    if len(texts) == len(documents):
+        documents = [SEPARATOR.join(texts)]
+    tokens = (_encode(document, tokenizer, opened.name) for document in documents)
+    return _check(tokens, vocab_size, opened.name)
+
+
+def load_documents(
+    source: Any,
+    tokenizer: Any,
+    *,
+    sequence_length: int,
+    limit: int | None = None,
+    column: str | None = None,
+    split: str | None = None,
+    vocab_size: int | None = None,
+) -> list[Tensor]:
+    """Return the documents of a source one by one, (tokens,) int64 each, for encoders.
+
+    Text gets the special tokens of the tokenizer around it, without which an encoder was never trained. What is longer
+    than `sequence_length`, special tokens included, is cut into several documents of that length, and a rest that fills
+    none is left out; so are blank documents. Token ids and chats are taken without further tokens. With a `limit` only
+    the first documents are returned. The other arguments are those of `load_text`.
+
+    Raises:
+        ConfigError: `sequence_length` leaves no room for text, or `limit` is not positive.
+        CalibrationError: There is no token, or text or tokens that cannot be used.
+        DatasetUnavailableError: A file does not exist, or the Hub cannot be reached.
+
+    >>> [ids.tolist() for ids in load_documents([[1, 2, 3, 4, 5], [6, 7]], None, sequence_length=4)]
+    [[1, 2, 3, 4], [6, 7]]
+    """
+    if limit is not None and limit < 1:
+        raise ConfigError(f"the limit of documents is {limit}; it must be positive")
+    opened = open_source(source, column=column, split=split, evaluation=True)
+    if opened.endless and limit is None:
+        raise CalibrationError(f"{opened.name} may have no end; say how many documents you need")
+    found: list[Tensor] = []
+    for document in _filled(opened.items):
+        ids = _encode(document, tokenizer, opened.name)
+        before, after = _special_tokens(tokenizer) if isinstance(document, str) else (ids[:0], ids[:0])
+        room = sequence_length - len(before) - len(after)
+        if room < 1:
+            raise ConfigError(f"sequence_length is {sequence_length}, which leaves no room for text; give more")
+        parts = [part for part in torch.split(ids, room) if len(part) == min(room, len(ids)) > 0]
+        found += [torch.cat([before, part, after]) for part in parts]
+        if limit is not None and len(found) >= limit:
+            break
+    _check(found, vocab_size, opened.name)
+    return found[:limit]
+
+
+def _join(opened: Documents, calibration: Calibration, tokenizer: Any, length: int) -> list[Tensor]:
+    """Samples drawn from the joined documents; fewer than asked for where there is too little text."""
+    samples = calibration.samples
+    generator = torch.Generator().manual_seed(calibration.seed)
+    documents: Iterable[Document] = _filled(opened.items)
+    long = opened.endless
+    if not long:
+        documents = list(documents)
+        characters = sum(0 if isinstance(document, Tensor) else len(str(document)) for document in documents)
+        long = characters > LARGE * samples * length
+        if long:
+            documents = _shuffle(_stretches(documents, STRETCH * length), generator)
+    separated = (
+        SEPARATOR + document if number and isinstance(document, str) else document
+        for number, document in enumerate(documents)
+    )
+    pool = _cut((_encode(document, tokenizer, opened.name) for document in separated), length)
+    return _shuffle(list(itertools.islice(pool, POOL * samples if long else None)), generator)[:samples]
+
+
+def _stretches(documents: list[Document], size: int) -> list[Document]:
+    """The same text joined and divided into stretches of `size` characters; other documents as they are."""
+    texts = [document for document in documents if isinstance(document, str)]
+    if len(texts) < len(documents):
+        return documents
+    text = SEPARATOR.join(texts)
+    return [text[start : start + size] for start in range(0, len(text), size)]
+
+
+def _pick(opened: Documents, calibration: Calibration, tokenizer: Any, length: int) -> list[Tensor]:
+    """Documents drawn as samples, cut off at `length`; fewer than asked for where there are too few."""
+    samples = calibration.samples
+    documents = list(itertools.islice(_filled(opened.items), POOL * samples if opened.endless else None))
+    drawn = _shuffle(documents, torch.Generator().manual_seed(calibration.seed))
+    encoded = (_encode(document, tokenizer, opened.name)[:length] for document in drawn)
+    return list(itertools.islice((ids for ids in encoded if len(ids)), samples))
+
+
+def _shuffle(items: list[_Item], generator: torch.Generator) -> list[_Item]:
+    return [items[index] for index in torch.randperm(len(items), generator=generator).tolist()]
+
+
+def _cut(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
+    """Yield samples side by side from the joined documents; a rest that fills none is left out."""
+    rest = torch.empty(0, dtype=torch.int64)
+    for ids in documents:
+        joined = torch.cat([rest, ids])
+        whole = len(joined) // length * length
+        yield from joined[:whole].view(-1, length)
+        rest = joined[whole:]
+
+
+def _filled(documents: Iterable[Document]) -> Iterator[Document]:
+    """The documents that are not empty or blank."""
+    return (document for document in documents if (document.strip() if isinstance(document, str) else len(document)))
+
+
+def _encode(document: Document, tokenizer: Any, name: str) -> Tensor:
+    """The token ids of a document, (tokens,); no special tokens are added (a chat template writes its own)."""
+    if isinstance(document, Tensor):
+        return document
+    if tokenizer is None:
+        raise CalibrationError(f"{name} holds text, and there is no tokenizer; give one, or give token ids")
+    try:
+        if not isinstance(document, str):
+            document = str(tokenizer.apply_chat_template(list(document), tokenize=False))
+        # verbose=False: no warning that text is longer than the model's context, since it is cut later.
+        ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+    except (TemplateError, TypeError, ValueError) as error:
+        raise CalibrationError(f"{name} does not fit the tokenizer or its chat template: {error}") from error
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _special_tokens(tokenizer: Any) -> tuple[Tensor, Tensor]:
+    """The ids that the tokenizer puts before and after a text, such as those of [CLS] and [SEP]."""
+    bare: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole: list[int] = tokenizer("a")["input_ids"]
+    start = next(place for place in range(len(whole) + 1) if whole[place : place + len(bare)] == bare)
+    return torch.tensor(whole[:start], dtype=torch.int64), torch.tensor(whole[start + len(bare) :], dtype=torch.int64)
+
+
+def _check(parts: Iterable[Tensor], vocab_size: int | None, name: str) -> Tensor:
+    """Return the parts joined; there must be an id, and every id must be one that the model knows."""
+    ids = torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+    if not len(ids):
+        raise CalibrationError(f"{name} holds no token; give a source that is not empty")
+    outside = ids < 0 if vocab_size is None else (ids < 0) | (ids >= vocab_size)
+    if bool(outside.any()):
+        position = int(outside.to(torch.uint8).argmax())
+        allowed = "not be negative" if vocab_size is None else f"lie in 0 ... {vocab_size - 1}, the model's vocabulary"
+        raise CalibrationError(
+            f"token id {int(ids[position])} (token {position} of those taken from {name}) is out of range: ids must "
+            f"{allowed}; use the tokenizer that belongs to the model"
+        )
+    return ids

@@ -1,0 +1,250 @@
+"""Checkpoint directories: opened without loading them, and given the files that readers look at.
+
+Reads what gptqkit, GPTQModel, AutoGPTQ and optimum write. Configs, headers and g_idx are checked; tensors stay on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..quantizer.quantized import QuantizedWeight
+from .card import model_card, pipeline_tag
+from .formats import Declared, Format, LayerSpec, declared_format, find_format
+from .shards import Shards, read_json, same_bits, some, write_json
+
+REPORT = "quantization_report.json"
+_TIMES = ("seconds", "tokens_per_second")  # equal jobs write equal files
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Checkpoint:
+    """An opened checkpoint, or some of its files.
+
+    Attributes:
+        path: Its directory.
+        model_config: config.json.
+        quantization_config: The quantization config as it stands in the file.
+        declared: What it declares.
+        layers: Every quantized layer by name, in the order of the files.
+        other_names: Names of all tensors that belong to no quantized layer; biases belong to their layer.
+        tensors: All tensors by name.
+    """
+
+    path: Path
+    model_config: dict[str, Any]
+    quantization_config: dict[str, Any]
+    declared: Declared
+    layers: dict[str, LayerSpec]
+    other_names: list[str]
+    tensors: Shards = field(repr=False)
+
+    @property
+    def format(self) -> Format:
+        """The format that it is in."""
+        return find_format(self.declared.format)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the tensor called `name`, mapped from its file: nothing is read before its values are used.
+
+        Raises:
+            CheckpointError: No such tensor.
+        """
+        return self.tensors.get(name)
+
+    def weight(self, name: str) -> QuantizedWeight:
+        """Return the codes, scales and offsets of a quantized layer.
+
+        Raises:
+            CheckpointError: No such layer, or values that no reader could use.
+        """
+        if name not in self.layers:
+            raise CheckpointError(f"{self.path} has no quantized layer {name!r}; it has {some(self.layers)}")
+        return self.format.unpack(name, self.tensors.below(name, self.format.suffixes), self.layers[name])
+
+    def bias(self, name: str) -> Tensor | None:
+        """Return the bias of a quantized layer, where it has one."""
+        return self.tensors.below(name, ("bias",)).get("bias")
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Open the checkpoint in the directory `path`, checking configs, index, headers, shapes, dtypes and g_idx.
+
+    Raises:
+        CheckpointError: A file is missing, damaged, contradictory or of an unknown format; the message names the file
+            or the tensor.
+        OSError: A file that cannot be read.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory; give the directory that holds config.json")
+    model_config = read_json(path / "config.json")
+    values = _quantization_config(path, model_config)
+    declared = find_format(declared_format(values, str(path))).read_config(values, str(path))
+    tensors = Shards.of_folder(path, values.get("model_file_base_name"))
+    return open_tensors(tensors, declared, path=path, model_config=model_config, quantization_config=values)
+
+
+def open_tensors(tensors: Shards, declared: Declared, **known: Any) -> Checkpoint:
+    """Open tensors that make up a checkpoint, by what is declared of them; `known` are fields of the result.
+
+    Raises:
+        CheckpointError: None is quantized, or tensors contradict each other.
+    """
+    layout = find_format(declared.format)
+    layers: dict[str, LayerSpec] = {}
+    for full_name in tensors.where:
+        name, _, suffix = full_name.rpartition(".")
+        if suffix in layout.suffixes and name not in layers:
+            layers[name] = layout.spec(name, tensors.below(name, (*layout.suffixes, "bias")), declared)
+    if not layers:
+        raise CheckpointError(f"no tensor of {known['path']} is quantized: none ends in .{layout.suffixes[0]}")
+    return part_of_checkpoint(tensors, declared, layers, **known)
+
+
+def part_of_checkpoint(
+    tensors: Shards, declared: Declared, layers: Mapping[str, LayerSpec], **known: Any
+) -> Checkpoint:
+    """Return tensors of which `layers` are known to be quantized as a checkpoint."""
+    keys = (*find_format(declared.format).suffixes, "bias")
+    own = {f"{name}.{key}" for name in layers for key in keys}
+    return Checkpoint(
+        **{"model_config": {}, "quantization_config": {}, **known},
+        declared=declared,
+        layers=dict(layers),
+        other_names=[name for name in tensors.where if name not in own],
+        tensors=tensors,
+    )
+
+
+def check_written(name: str, written: QuantizedWeight, solved: QuantizedWeight) -> None:
+    """Raise CheckpointError where a weight that was read back is not, bit for bit, what was to be written."""
+    for part in ("codes", "scale", "offset", "group_index"):
+        if not same_bits(getattr(written, part), getattr(solved, part)):
+            raise CheckpointError(f"the {part} of {name} reads back differently; disk or memory is faulty")
+
+
+class SavesItself(Protocol):
+    """A tokenizer, as transformers has them."""
+
+    def save_pretrained(self, save_directory: str) -> object:
+        """Write the tokenizer's files into a directory."""
+
+
+def write_configs(
+    directory: Path,
+    quantization: Mapping[str, Any],
+    model_config: Mapping[str, Any],
+    generation_config: Mapping[str, Any] | None,
+    tokenizer: SavesItself | None,
+) -> None:
+    """Write what readers look at beside the tensors; local paths are left out.
+
+    Args:
+        directory: The checkpoint.
+        quantization: Its quantization config.
+        model_config: config.json of the model.
+        generation_config: generation_config.json, where there is one.
+        tokenizer: Saved beside the weights.
+    """
+    write_json(directory / "config.json", {**_public_config(model_config), "quantization_config": dict(quantization)})
+    write_json(directory / "quantize_config.json", quantization)
+    if generation_config is not None:
+        write_json(directory / "generation_config.json", _without_paths(generation_config))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(directory))
+        _clean_tokenizer_config(directory / "tokenizer_config.json")
+
+
+def write_report(directory: Path, report: Mapping[str, Any], quantization: Mapping[str, Any]) -> None:
+    """Write quantization_report.json and the model card, without local paths and times."""
+    published = public_report(report)
+    write_json(directory / REPORT, published)
+    card = model_card(published, quantization, pipeline_tag(directory))
+    (directory / "README.md").write_text(card, encoding="utf-8", newline="\n")
+
+
+def public_report(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the report for a published file: no local paths or times, None for numbers that JSON cannot hold."""
+    report = _published(report)
+    measured = [{**row, "dataset": public_name(row["dataset"])} for row in report.get("perplexity") or []]
+    return {
+        **report,
+        **({"model": public_name(report["model"])} if report.get("model") else {}),
+        **({"perplexity": measured} if measured else {}),
+    }
+
+
+def public_name(name: object) -> str:
+    """Return the name of a file or folder without the folders around it, or an id of the Hub as it is."""
+    text = str(name)
+    local = Path(text).is_absolute() or text.startswith((".", "~")) or Path(text).exists()
+    return Path(text).resolve().name if local else text
+
+
+def _quantization_config(path: Path, model_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return quantization_config of config.json, or quantize_config.json; where both are there, they must agree."""
+    inside = model_config.get("quantization_config")
+    beside = read_json(path / "quantize_config.json") if (path / "quantize_config.json").exists() else None
+    if inside is None and beside is None:
+        raise CheckpointError(
+            f"{path} is not quantized: config.json has no quantization_config and there is no quantize_config.json"
+        )
+    if inside is not None and not isinstance(inside, dict):
+        raise CheckpointError(f"{path / 'config.json'}: quantization_config is no JSON object; fetch the file again")
+    if inside is not None and beside is not None:
+        for key in ("bits", "group_size", "checkpoint_format"):
+            if key in inside and key in beside and inside[key] != beside[key]:
+                raise CheckpointError(
+                    f"{path}: config.json says {key} {inside[key]!r} but quantize_config.json says {beside[key]!r}; "
+                    "correct the wrong one"
+                )
+    return {**(beside or {}), **(inside or {})}
+
+
+def _published(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _published(item) for key, item in value.items() if key not in _TIMES}
+    if isinstance(value, list | tuple):
+        return [_published(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _public_config(model_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json as transformers 4 and 5 read it: version 5 renamed the keys of rope and of the dtype."""
+    values = _without_paths(model_config)
+    rope = values.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" in rope:
+        values.setdefault("rope_theta", rope["rope_theta"])
+        if rope.get("rope_type", "default") != "default":
+            values.setdefault("rope_scaling", rope)
+    if "dtype" in values:
+        values["dtype"] = str(values["dtype"]).removeprefix("torch.")
+        values["torch_dtype"] = values["dtype"]
+    return values
+
+
+def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in ("_name_or_path", "name_or_path")}
+
+
+def _clean_tokenizer_config(path: Path) -> None:
+    """Leave out where the tokenizer came from on this machine."""
+    private = ("name_or_path", "tokenizer_file", "is_local", "local_files_only")
+    if path.exists():
+        values = json.loads(path.read_bytes())
+        kept = {key: value for key, value in values.items() if key not in private}
+        if kept != values:
+            write_json(path, kept)
+
+
+def matrices(names: Iterable[str], tensors: Shards) -> list[str]:
+    """Return those of `names` whose tensors have two dimensions."""
+    return [name for name in names if tensors.get(name).ndim == 2]

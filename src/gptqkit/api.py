@@ -1,0 +1,206 @@
+"""One call from a model and text to a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .calibration.batches import out_of_memory
+from .calibration.config import Calibration
+from .calibration.samples import Samples, load_samples, load_text
+from .distributed import Processes, join
+from .errors import ArchitectureError, CalibrationError, ConfigError, DoesNotFitError
+from .evaluating import check_length, default_length, evaluate, is_encoder
+from .evaluation.config import Evaluation
+from .evaluation.perplexity import cut_windows
+from .export.checkpoint import public_name
+from .export.staging import check_target
+from .job import Job, check_agreement, identity_of, versions, work_path
+from .loading import choose_device, load_tokenizer
+from .memory import estimate
+from .model import FloatModel
+from .pipeline import Pipeline
+from .progress import ProgressCallback, silent
+from .quantizer.config import QuantizeConfig
+from .quantizer.methods import find_method
+from .report import QuantizationReport
+from .run import Run
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizeResult:
+    """What `quantize` made.
+
+    Attributes:
+        report: Settings, and per module the error, the error of plain rounding, damping and time.
+        path: The checkpoint.
+    """
+
+    report: QuantizationReport
+    path: Path
+
+
+def quantize(
+    model: str | Path | PreTrainedModel,
+    calibration: Any,
+    out: str | Path,
+    config: QuantizeConfig | None = None,
+    *,
+    run: Run | None = None,
+    tokenizer: Any = None,
+    evaluate_on: Any = None,
+    progress: ProgressCallback = silent,
+) -> QuantizeResult:
+    """Quantize a language model or an encoder and write the checkpoint.
+
+    A model in a folder or on the Hub is never in memory as a whole: the weights of each block are read when its turn
+    comes. Finished blocks are kept in a work directory, `.NAME.gptqkit-work` beside `out`, from which an interrupted
+    job can be resumed. Every block is read back and run on its packed layers before it counts. Under `torchrun`,
+    processes that make the same call share the work; rank 0 writes and reports progress, and all get the result.
+
+    Args:
+        model: Hub id or folder of a float model, or a loaded one, which goes through a temporary folder.
+        calibration: A `Calibration`, or a source as in its `source`, with the defaults; None where the method needs no
+            calibration, which then reports no errors.
+        out: Folder for the checkpoint.
+        config: All settings of the quantization; None for the defaults.
+        run: Where and how it is run; None for the defaults.
+        tokenizer: For a loaded model; otherwise found beside the model.
+        evaluate_on: A text or data set: measure the finished checkpoint's perplexity and record it. Not for encoders,
+            which have none.
+        progress: Called once per module, and while evaluating.
+
+    Returns:
+        The report and the path.
+
+    Raises:
+        DoesNotFitError: There is too little memory or disk, as estimated or in fact; the message names what would help.
+        GptqkitError: Settings, text, model or files that do not fit; see `errors`.
+    """
+    config, run, out = config or QuantizeConfig(), run or Run(), Path(out)
+    if calibration is not None and not isinstance(calibration, Calibration):
+        calibration = Calibration(calibration)
+    if not isinstance(model, (str, Path, PreTrainedModel)):
+        raise ArchitectureError(f"model is a {type(model).__name__}; give a folder, an id, or a PreTrainedModel")
+    if calibration is None and find_method(config.method).needs:
+        raise CalibrationError(f"method {config.method!r} needs calibration text; only 'rtn' works without")
+    with join(choose_device(run.device)) as processes, _on_disk(model) as (path, name):
+        with processes.together():
+            if not (run.resume and work_path(out).exists()):
+                check_target(out, overwrite=run.overwrite)
+            source = FloatModel(path, trust_remote_code=run.trust_remote_code)
+            if tokenizer is None:
+                tokenizer = load_tokenizer(source.path, trust_remote_code=run.trust_remote_code)
+            length, samples = _samples(source, calibration, tokenizer)
+            text = None if evaluate_on is None else _text(source, evaluate_on, tokenizer, length)
+        identity = identity_of(source, config, samples, run.batch_size, processes.device)
+        check_agreement(processes, identity)
+        with Job(out, identity, processes, resume=run.resume, overwrite=run.overwrite) as job:
+            run = _planned(source, config, samples, length, run, processes, job)
+            pipeline = Pipeline(source, samples, config, job, processes, run=run, progress=progress)
+            try:
+                modules = pipeline.run()
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                raise DoesNotFitError(
+                    f"out of memory with one sample per batch ({str(error).splitlines()[0]}); use --activations disk "
+                    "(activations='disk') or fewer or shorter samples"
+                ) from error
+            batches, blocks = pipeline.batches, source.blocks
+            report = QuantizationReport(
+                model=name,
+                config=config,
+                samples=0 if samples is None else len(samples.input_ids),
+                sequence_length=length,
+                seed=0 if calibration is None else calibration.seed,
+                tokens=0 if batches is None else batches.tokens,
+                excluded_samples=0 if batches is None else int((~batches.counts).sum()),
+                batch_size=1 if batches is None else batches.size,
+                block_weights=sum(tensor.numel() for tensor in blocks.parameters() if tensor.dim() >= 2),
+                quantized_weights=sum(each.shape[0] * each.shape[1] for each in modules if each.layer is not None),
+                device=processes.device.type,
+                seconds=job.seconds,
+                versions=versions(),
+                left_in_float=pipeline.left,
+                modules=modules,
+            )
+
+            def measure(staged: Path) -> Mapping[str, Any]:
+                nonlocal report
+                if text is not None:
+                    how = Evaluation(sequence_length=length, device=str(processes.device))
+                    scores = evaluate(staged, text, how, progress=progress)
+                    row = {"dataset": public_name(evaluate_on), **scores.to_dict()}
+                    report = dataclasses.replace(report, perplexity=[row])
+                return {"perplexity": report.perplexity}
+
+            with processes.together():
+                if processes.rank == 0:
+                    job.finish(source, config, report.to_dict(), tokenizer, run.max_shard_bytes, measure)
+            report = processes.gather(report)[0]
+    return QuantizeResult(report, out)
+
+
+@contextmanager
+def _on_disk(model: str | Path | PreTrainedModel) -> Iterator[tuple[str | Path, str]]:
+    """Give the path or id of a model, and its name; a loaded model is saved for as long as the context lasts."""
+    if not isinstance(model, PreTrainedModel):
+        yield model, public_name(model)
+        return
+    name = public_name(model.name_or_path) if model.name_or_path else type(model).__name__
+    with tempfile.TemporaryDirectory(prefix="gptqkit-") as folder:
+        model.save_pretrained(folder)
+        yield folder, name
+
+
+def _samples(source: FloatModel, calibration: Calibration | None, tokenizer: Any) -> tuple[int, Samples | None]:
+    """Return the tokens per sample and the samples; ready ones have their own length."""
+    wanted = None if calibration is None else calibration.sequence_length
+    length = wanted or default_length(source.model)
+    check_length(source.model, length)
+    if calibration is None:
+        return length, None
+    vocab_size = source.model.get_input_embeddings().weight.shape[0]
+    samples = load_samples(calibration, tokenizer, sequence_length=length, vocab_size=vocab_size)
+    return length, samples
+
+
+def _text(source: FloatModel, dataset: Any, tokenizer: Any, length: int) -> Tensor:
+    """Read the text to evaluate on at once, so that nothing is found wrong with it when the work is done."""
+    if is_encoder(source.model, source.path):
+        raise ConfigError(
+            f"evaluate_on measures perplexity, which {type(source.model).__name__}, an encoder, does not have; leave "
+            "it out, and compare embeddings when it is done: gptqkit evaluate OUT --dataset TEXT --reference MODEL"
+        )
+    text = load_text(dataset, tokenizer, vocab_size=source.model.get_input_embeddings().weight.shape[0])
+    cut_windows(text, length)
+    return text
+
+
+def _planned(
+    source: FloatModel,
+    config: QuantizeConfig,
+    samples: Samples | None,
+    length: int,
+    run: Run,
+    processes: Processes,
+    job: Job,
+) -> Run:
+    """Return `run` with the place of hidden states chosen, the same in all processes; refuse what cannot run."""
+    count = 0 if samples is None else len(samples.input_ids)
+    needed = estimate(source.empty, config, count, length, run, processes.device, job.folder, processes=processes.size)
+    with processes.together():
+        if processes.rank == 0 and not job.records:
+            needed.check()
+    places = processes.gather(needed.activations)
+    slowest = max(places, key=("device", "memory", "disk").index)
+    return dataclasses.replace(run, activations=slowest)

@@ -1,0 +1,354 @@
+"""A model on disk: opened, not loaded. The weights of a part, such as a block, are read when its turn comes."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor, nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+
+from .architecture import empty_model, explain, without_bars
+from .errors import CheckpointError
+from .experts import find_stacked, split_experts, stacked_names
+from .export.names import StoredNames
+from .export.shards import PICKLES, Shards, some
+from .targets import find_blocks, is_tied, output_layer
+
+_OTHER_WEIGHTS = (*PICKLES, ".gguf", ".onnx", ".h5", ".msgpack", ".ot")
+
+
+class EmptyModel:
+    """A model without weights, in two forms, and how stored tensors get into it.
+
+    transformers' own form knows how tensors are renamed, cut apart and stacked when they are loaded. The form that
+    works has the same modules, but experts are split into Linears. What is loaded goes through the one into the other.
+
+    Args:
+        model: As `empty_model` makes it.
+
+    Attributes:
+        stacked: The form of transformers; its parameters are always on the meta device.
+        model: The form that works.
+        names: Names of all tensors in it.
+        split: Those of split experts.
+        experts: The modules of split experts, by the names of the parameters that were stacked.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        model.tie_weights()
+        self.stacked = model
+        self.model: PreTrainedModel = copy.deepcopy(model)
+        self.experts: dict[str, str] = {}
+        for name, experts in list(find_stacked(self.model)):
+            stacks = {stack: experts._parameters[stack] for stack in stacked_names(experts)}
+            self.experts |= {f"{name}.{stack}": name for stack in stacks}
+            split_experts(experts, stacks)
+        self.names = frozenset(self.model.state_dict())
+        self.split = self.names - frozenset(self.stacked.state_dict())
+
+    def fill(
+        self,
+        tensors: Shards,
+        names: StoredNames,
+        chosen: Iterable[str],
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Put stored tensors into their places in the model that works.
+
+        Args:
+            tensors: Where they are.
+            names: What they are called.
+            chosen: Those wanted; all that belong to one parameter, or to the experts of one module, come together.
+            device: Where they are wanted.
+            dtype: Of floating-point parameters; None for that of the empty model. Buffers keep theirs.
+
+        Raises:
+            CheckpointError: They do not fit the model.
+        """
+        of_experts = {name: place for name in chosen if (place := names.working(name)) in self.split}
+        others = [name for name in chosen if name not in of_experts]
+        self._load(tensors, others, device)
+        stacks: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        made: dict[int, nn.Parameter] = {}  # what is tied stays one tensor
+        for name, parameter in list(self.stacked.named_parameters(remove_duplicate=False)):
+            if parameter.is_meta:
+                continue
+            own = made.setdefault(id(parameter), _parameter(parameter, device, dtype))
+            if name in self.experts:
+                stacks[self.experts[name]][name.rpartition(".")[2]] = own
+            else:
+                _set(self.model, name, own)
+            _set(self.stacked, name, _parameter(parameter, torch.device("meta"), None))
+        for experts, its in stacks.items():
+            split_experts(self.model.get_submodule(experts), its)
+        for name in {name for stored in others for name in names.parameters(stored)}:
+            owner, _, key = name.rpartition(".")
+            if key in self.stacked.get_submodule(owner)._buffers:
+                self.model.get_submodule(owner)._buffers[key] = self.stacked.get_submodule(owner)._buffers[key]
+        for name, place in of_experts.items():
+            before, stored = self.model.get_parameter(str(place)), tensors.get(name)
+            if stored.shape != before.shape:
+                raise _misfit(name, stored.shape, before.shape)
+            _set(self.model, str(place), _parameter(stored, device, dtype or before.dtype))
+
+    def _load(self, tensors: Shards, chosen: list[str], device: torch.device) -> None:
+        """Let transformers load stored tensors into its form of the model."""
+        dtype = self.stacked.dtype
+        settings = LoadStateDictConfig(
+            dtype=dtype,
+            dtype_plan=self.stacked._get_dtype_plan(dtype),
+            device_map={"": device},
+            weight_mapping=get_model_conversion_mapping(self.stacked),
+        )
+        state = {name: tensors.slice(name) for name in chosen}
+        with without_bars():
+            found, _ = convert_and_load_state_dict_in_model(self.stacked, state, settings)
+        for name, stored, needed in found.mismatched_keys:
+            raise _misfit(name, stored, needed)
+        if found.conversion_errors or found.error_msgs:
+            wrong = [*found.conversion_errors, *map(str, found.error_msgs)]
+            raise CheckpointError(f"{some(wrong)}: the stored tensors do not fit together; fetch the files again")
+        self.stacked.tie_weights()
+
+    def clear(self, module: nn.Module) -> None:
+        """Let go of the weights of a module of the model that works."""
+        for owner in module.modules():
+            for key, parameter in owner._parameters.items():
+                if parameter is not None and not parameter.is_meta:
+                    owner._parameters[key] = _parameter(parameter, torch.device("meta"), None)
+
+
+class FloatModel:
+    """A folder of safetensors as the source of a quantization. Only the tensors of the part at hand are in memory.
+
+    Args:
+        path_or_id: A directory, or the id of a model on the Hub, whose files are then fetched into the Hub's cache.
+        trust_remote_code: Run code that the model brings along.
+
+    Attributes:
+        path: The directory.
+        empty: The model without weights.
+        model: The form of it that works; weights come and go.
+        dtype: Of the files.
+        prefix: Name of the list of repeated blocks.
+        blocks: The list.
+        names: What the tensors are called in the files.
+        passthrough: Names of stored tensors that the model has no place for.
+
+    Raises:
+        DatasetUnavailableError: It cannot be found or fetched.
+        CheckpointError: It is quantized, has no safetensors, or weights are missing or damaged.
+        ArchitectureError: A model that transformers does not know, or only by running its code.
+    """
+
+    def __init__(self, path_or_id: str | Path, *, trust_remote_code: bool = False) -> None:
+        self._code = trust_remote_code
+        with explain(path_or_id), without_bars():
+            self.path = _local(path_or_id)
+            self.empty = open_empty(self.path, trust_remote_code=trust_remote_code)
+            self.model = self.empty.model
+            self.dtype: torch.dtype = self.model.dtype
+            if (self.path / "generation_config.json").exists() and self.model.can_generate():
+                self.model.generation_config = GenerationConfig.from_pretrained(self.path)
+        self.prefix, self.blocks = find_blocks(self.model)
+        self._tensors = Shards.of_folder(self.path)
+        self.names = StoredNames(self.empty.stacked, self.empty.names, self._tensors.where)
+        self.passthrough = [name for name in self._tensors.where if not self.names.parameters(name)]
+        found = {name for stored in self._tensors.where for name in self.names.parameters(stored)}
+        missing = set(self.empty.stacked.state_dict()) - found - self._made_elsewhere()
+        if missing:
+            raise CheckpointError(f"{path_or_id} lacks {some(sorted(missing))}; fetch its files again")
+
+    @property
+    def bytes(self) -> int:
+        """Size of its files."""
+        return sum(file.stat().st_size for file in self._tensors.files)
+
+    def outside(self, device: torch.device, dtype: torch.dtype) -> Any:
+        """Bring everything but the blocks, and but the output layer where that has weights of its own, for a while."""
+        head = self._own_head()
+        chosen = self._chosen(lambda name: part_of(name, self.prefix) is None and name not in head)
+        return self._resident(self.model, chosen, device, dtype)
+
+    def block(self, layer: int, device: torch.device, dtype: torch.dtype) -> Any:
+        """Bring the weights of one block for a while."""
+        chosen = self._chosen(lambda name: part_of(name, self.prefix) == layer)
+        return self._resident(self.blocks[layer], chosen, device, dtype)
+
+    def head(self, device: torch.device, dtype: torch.dtype) -> Any:
+        """Bring the weights of an output layer that has its own for a while."""
+        own = self._own_head()
+        return self._resident(output_layer(self.model) or nn.Module(), self._chosen(own.__contains__), device, dtype)
+
+    def others(self, part: int | None, solved: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a part of the checkpoint holds beside its quantized layers, by name.
+
+        Stored tensors are taken over as they are. Where some of what was fused or stacked in one of them is quantized,
+        the rest is written apart, under the model's names, from the weights that are there now.
+
+        Args:
+            part: Number of a block, or None for everything outside.
+            solved: Names of the modules that are quantized.
+        """
+        for stored in self._tensors.where:
+            parameters = self.names.parameters(stored)
+            if (part_of(parameters[0], self.prefix) if parameters else None) != part:
+                continue
+            own = self.names.working(stored)
+            if own is not None:
+                if own.removesuffix(".weight") not in solved:
+                    yield stored, self._tensors.get(stored)
+                continue
+            apart = [name for parameter in parameters for name in self._apart(parameter)]
+            if not any(name.rpartition(".")[0] in solved for name in apart):
+                yield stored, self._tensors.get(stored)
+                continue
+            dtype = self._tensors.get(stored).dtype
+            for name in apart:
+                if name.removesuffix(".weight") not in solved:
+                    yield name, self.model.get_parameter(name).detach().to(dtype)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what tells this model from others: digests of config.json and, in part, of the files of weights."""
+        config = hashlib.sha256((self.path / "config.json").read_bytes()).hexdigest()
+        return {"config.json": config, **{file.name: _digest(file) for file in sorted(self._tensors.files)}}
+
+    def copy_files(self, directory: Path) -> None:
+        """Copy what belongs to the model beside its weights, but for what is there already and for code."""
+        for entry in sorted(self.path.iterdir()):
+            there = directory / entry.name
+            weights = entry.name.endswith((*_OTHER_WEIGHTS, ".safetensors", ".index.json"))
+            if entry.name.startswith(".") or entry.name == "README.md" or weights:
+                continue
+            if entry.is_file() and not there.exists() and (self._code or entry.suffix != ".py"):
+                shutil.copyfile(entry, there)
+            elif entry.is_dir() and not entry.is_symlink() and (entry / "config.json").exists():
+                shutil.copytree(entry, there, dirs_exist_ok=True)  # such as 1_Pooling of a sentence-embedding model
+
+    @contextmanager
+    def _resident(
+        self, module: nn.Module, chosen: list[str], device: torch.device, dtype: torch.dtype
+    ) -> Iterator[None]:
+        """Keep stored tensors, and the buffers of `module`, on `device` while the context lasts."""
+        try:
+            self.empty.fill(self._tensors, self.names, chosen, device, dtype)
+            for owner in module.modules():
+                for key, buffer in owner._buffers.items():
+                    owner._buffers[key] = None if buffer is None else buffer.to(device)
+            yield
+        finally:
+            self.empty.clear(module)
+
+    def _chosen(self, wanted: Any) -> list[str]:
+        """Return the stored tensors of which some parameter is wanted."""
+        return [stored for stored in self._tensors.where if any(map(wanted, self.names.parameters(stored)))]
+
+    def _apart(self, parameter: str) -> list[str]:
+        """Return the tensors of the model that works which `parameter` comes to: of a stack, those of all experts."""
+        experts = self.empty.experts.get(parameter)
+        if experts is None:
+            return [parameter]
+        attribute = parameter.rpartition(".")[2]
+        matrix, end = attribute.removesuffix("_bias"), "bias" if attribute.endswith("_bias") else "weight"
+        matrices = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else (matrix,)
+        pattern = re.compile(rf"{re.escape(experts)}\.\d+\.({'|'.join(matrices)})\.{end}")
+        return [
+            name
+            for name in self.model.get_submodule(experts).state_dict(prefix=f"{experts}.")
+            if pattern.fullmatch(name)
+        ]
+
+    def _own_head(self) -> set[str]:
+        """Return the names of the output layer's tensors, where it has its own."""
+        output = output_layer(self.model)
+        if output is None or is_tied(self.model):
+            return set()
+        own = {id(tensor) for tensor in output.parameters()}
+        return {name for name, tensor in self.model.named_parameters() if id(tensor) in own}
+
+    def _made_elsewhere(self) -> set[str]:
+        """Return the names in the model that need not be in the files."""
+        model = self.empty.stacked
+        tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
+        buffers = {name for name, _ in model.named_buffers()}
+        ignored = model._keys_to_ignore_on_load_missing or ()
+        return {
+            name
+            for name in model.state_dict()
+            if name in buffers or name in tied or name in tied.values() or any(re.search(key, name) for key in ignored)
+        }
+
+
+def open_empty(path_or_id: str | Path, *, trust_remote_code: bool = False) -> EmptyModel:
+    """Return the float model of a folder or Hub id without its weights, in the dtype of its files.
+
+    Raises:
+        DatasetUnavailableError: It cannot be found or fetched.
+        CheckpointError: It is quantized.
+        ArchitectureError: A model that transformers does not know, or only by running its code.
+    """
+    with explain(path_or_id), without_bars():
+        config = AutoConfig.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
+        if hasattr(config, "quantization_config"):
+            raise CheckpointError(f"{path_or_id} is quantized already; start from the float model")
+        return EmptyModel(empty_model(config, config.dtype or torch.float32, trust_remote_code=trust_remote_code))
+
+
+def part_of(name: str, prefix: str) -> int | None:
+    """Return the number of the block that a name in the model belongs to; None outside the blocks.
+
+    >>> part_of("model.layers.3.mlp.up_proj.weight", "model.layers"), part_of("lm_head.weight", "model.layers")
+    (3, None)
+    """
+    inner = name.removeprefix(f"{prefix}.")
+    number = inner.split(".", 1)[0]
+    return int(number) if inner != name and number.isdigit() else None
+
+
+def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, key = name.rpartition(".")
+    model.get_submodule(owner)._parameters[key] = parameter
+
+
+def _parameter(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> nn.Parameter:
+    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return nn.Parameter(tensor.detach().to(device, wanted), requires_grad=False)
+
+
+def _misfit(name: str, found: Iterable[int], needed: Iterable[int]) -> CheckpointError:
+    return CheckpointError(
+        f"{name} has shape {tuple(found)}; the model that config.json describes needs {tuple(needed)}"
+    )
+
+
+def _local(path_or_id: str | Path) -> Path:
+    path = Path(path_or_id)
+    if path.is_dir():
+        return path
+    return Path(snapshot_download(str(path_or_id), ignore_patterns=[f"*{kind}" for kind in _OTHER_WEIGHTS]))
+
+
+def _digest(file: Path) -> str:
+    """Return that of the size, the first mebibyte (the header) and 64 pieces of the rest: a file would take minutes."""
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with file.open("rb") as stream:
+        digest.update(stream.read(1 << 20))
+        for piece in range(64):
+            stream.seek(size * piece // 64)
+            digest.update(stream.read(4096))
+    return digest.hexdigest()

@@ -1,0 +1,222 @@
+"""The layer-wise pipeline: the story of a quantization.
+
+For every block: load its weights; for every subset of Linears that share an input: collect the moments of that input,
+solve, put the solutions in place; write the block, run what was written, let it count; advance the hidden states.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from .calibration.batches import Batches
+from .calibration.samples import Samples
+from .calibration.statistics import InputStatistics
+from .distributed import Processes
+from .job import Job, stored_module
+from .model import FloatModel
+from .progress import Progress, ProgressCallback, silent
+from .quantizer.config import QuantizeConfig
+from .quantizer.methods import find_method
+from .quantizer.quantized import QuantizedWeight
+from .report import ModuleReport
+from .run import LARGEST_BATCH, Run
+from .solving import Measured, Solved, solve_all
+from .streams import Streams
+from .subsets import Group, Subset, portions
+from .targets import Target, find_head, find_targets, matrix
+from .verify import check_block
+
+STATISTICS_BYTES = 8 << 30  # what the statistics of a layer's experts may take at once; more is done in several passes
+
+
+class Pipeline:
+    """One run through the blocks of a model.
+
+    Args:
+        model: The float model.
+        samples: Calibration samples; None where the method can do without, which then reports no errors.
+        config: All settings of the quantization.
+        job: Takes every block as it is finished, and knows those that are.
+        processes: Those that share the work.
+        run: Where hidden states are kept, and how many samples run at a time.
+        progress: Called once per module.
+
+    Attributes:
+        left: Linears that compute something else than Linears do, which stay in floating point.
+        batches: The calibration samples in batches; None without.
+
+    Raises:
+        ArchitectureError, ConfigError: Modules that the settings do not fit; before any work.
+    """
+
+    def __init__(
+        self,
+        model: FloatModel,
+        samples: Samples | None,
+        config: QuantizeConfig,
+        job: Job,
+        processes: Processes,
+        *,
+        run: Run,
+        progress: ProgressCallback = silent,
+    ) -> None:
+        self.model, self.config, self.job, self.processes, self.place = model, config, job, processes, run.activations
+        # On a CPU blocks run in float32, on a GPU in the model's own dtype; solvers work in float32, or float64.
+        self.device, self.dtype = processes.device, torch.float32 if processes.device.type == "cpu" else model.dtype
+        self.targets, self.left = find_targets(model.model, model.prefix, model.blocks, config)
+        self.head = find_head(model.model, config)
+        self.paired = samples is not None and "cross" in find_method(config.method).needs
+        self.batches: Batches | None = None
+        if samples is not None:
+            size = run.batch_size or LARGEST_BATCH
+            self.batches = Batches(samples, processes.share(len(samples.input_ids), size), size, self.device)
+        self._progress = progress if processes.rank == 0 else silent
+        self._done, self._total = len(job.reports), sum(map(len, self.targets)) + (self.head is not None)
+
+    @torch.no_grad()
+    def run(self) -> list[ModuleReport]:
+        """Quantize every block that is not finished, and the output layer where asked; return all reports.
+
+        Raises:
+            NonFiniteError: Non-finite activations, unless `skip_nonfinite`.
+            SingularHessianError: A module that cannot be solved, by name.
+            CheckpointError: A block that does not run as it was written.
+        """
+        layers, finished = len(self.model.blocks), len(self.job.records)
+        if finished == layers + (self.head is not None):
+            return self.job.reports
+        if self.batches is None:
+            for layer in range(finished, layers):
+                with self.model.block(layer, self.device, self.dtype):
+                    self._commit(layer, *self._solve([Measured([target]) for target in self.targets[layer]], layer))
+            if self.head is not None:
+                with self.model.head(self.device, self.dtype):
+                    self._commit(None, *self._solve([Measured([self.head])], None))
+            return self.job.reports
+        streams = Streams(self.model, self.batches, self.processes, paired=self.paired, skip=self.config.skip_nonfinite)
+        with self.model.outside(self.device, self.dtype):
+            for layer in range(streams.begin(self.job, self.dtype, self.place), layers):
+                with self.model.block(layer, self.device, self.dtype):
+                    self._quantize_block(layer, streams, finished=layer < finished)
+            if self.head is not None:
+                with self.model.head(self.device, self.dtype):
+                    self._commit(None, *self._solve([streams.collect_head(self.head)], None), streams)
+        return self.job.reports
+
+    def _quantize_block(self, layer: int, streams: Streams, *, finished: bool) -> None:
+        """Solve one block, unless that is done, and let the hidden states through it."""
+        block, targets = self.model.blocks[layer], self.targets[layer]
+        twin = copy.deepcopy(block) if self.paired and targets else None  # it keeps the float weights
+        if finished:
+            part = self.job.read_block(self.job.records[layer], self.config)
+            self._install({each.name: part.weight(stored_module(self.model, each.name)) for each in targets})
+        else:
+            self._commit(layer, *self._solve_block(layer, streams, twin), streams)
+        if layer + 1 < len(self.model.blocks) or self.head is not None:
+            streams.advance(layer, twin, self.job)
+            self.job.save_states(layer + 1, streams.caches)
+
+    def _solve_block(
+        self, layer: int, streams: Streams, twin: nn.Module | None
+    ) -> tuple[dict[str, QuantizedWeight], list[ModuleReport]]:
+        """Solve the Linears of a block in the order in which it calls them, and put the solutions in place.
+
+        With `true_sequential` every group of Linears sees the outputs of the quantized ones before it; without it no
+        pass sees any quantized Linear of the block.
+        """
+        solved: dict[str, QuantizedWeight] = {}
+        reports: list[ModuleReport] = []
+        groups = streams.trace(layer, self.targets[layer])
+        for together in [[group] for group in groups] if self.config.true_sequential else [groups]:
+            now: dict[str, QuantizedWeight] = {}
+            pools: dict[Group, InputStatistics] = {}
+            for portion in portions(together, self._statistics_bytes, STATISTICS_BYTES):
+                found, rows = self._solve(streams.collect(layer, portion, pools, twin), layer)
+                now |= found
+                reports += rows
+            self._install(now)
+            solved |= now
+        return solved, reports
+
+    def _solve(
+        self, measured: Sequence[Measured], layer: int | None
+    ) -> tuple[dict[str, QuantizedWeight], list[ModuleReport]]:
+        """Solve Linears, and report on them as they are done."""
+        solved: dict[str, QuantizedWeight] = {}
+        reports: list[ModuleReport] = []
+        for one, target, found in solve_all(measured, self._matrix, self.processes):
+            solved[target.name] = found.solution.weight
+            reports.append(self._report(layer, one, target, found))
+            self._done += 1
+            self._progress(
+                Progress(
+                    stage="quantize",
+                    done=self._done,
+                    total=self._total,
+                    layer=layer,
+                    module=target.name,
+                    error=reports[-1].error,
+                    rounding_error=reports[-1].rounding_error,
+                )
+            )
+        return solved, reports
+
+    def _report(self, layer: int | None, one: Measured, target: Target, solved: Solved) -> ModuleReport:
+        solution, statistics = solved.solution, one.statistics
+        error = rounding_error = None
+        if solved.errors:
+            whole, *lost = solved.errors
+            error, rounding_error = (math.sqrt(part / whole) if whole > 0 else 0.0 for part in lost)
+        unpaired = self.paired and statistics is not None and not statistics.paired
+        return ModuleReport(
+            name=target.name,
+            layer=layer,
+            shape=target.shape,
+            bits=target.config.bits,
+            group_size=solution.weight.group_size,
+            error=error,
+            rounding_error=rounding_error,
+            worse_than_rounding=error is not None and rounding_error is not None and error > rounding_error,
+            damp_percent=solution.damp_percent,
+            damp_escalations=solution.damp_escalations,
+            dead_columns=solution.dead_columns,
+            seconds=solved.seconds,
+            method="gptq" if unpaired else self.config.method,
+            tokens=None if statistics is None else statistics.tokens,
+            prior_tokens=0 if statistics is None or one.pool is None else max(0, target.shape[1] - statistics.tokens),
+        )
+
+    def _install(self, weights: Mapping[str, QuantizedWeight]) -> None:
+        """Put solutions in the places of the weights of their modules."""
+        for name, weight in weights.items():
+            place = matrix(self.model.model.get_submodule(name))
+            place.copy_(weight.to(place.device).dequantize())
+
+    def _commit(
+        self,
+        layer: int | None,
+        solved: Mapping[str, QuantizedWeight],
+        reports: list[ModuleReport],
+        streams: Streams | None = None,
+    ) -> None:
+        """Write what was solved, run what was written, and let it count."""
+        progress = {} if streams is None else streams.progress()
+        with self.processes.together():
+            if self.processes.rank == 0:
+                part = self.job.write_block(self.model, layer, solved, self.config)
+                if solved and layer is not None and streams is not None:
+                    names = [target.inner for target in self.targets[layer]]
+                    check_block(self.model, layer, part, names, streams.first_sample(layer), self.device, self.dtype)
+                self.job.commit(layer, part, reports, progress)
+        self.job.records = self.processes.gather(self.job.records)[0]
+
+    def _matrix(self, target: Target) -> torch.Tensor:
+        return matrix(self.model.model.get_submodule(target.name)).detach()
+
+    def _statistics_bytes(self, subset: Subset) -> int:
+        return 4 * subset[0].shape[1] ** 2 * (2 if self.paired else 1)

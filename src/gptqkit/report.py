@@ -1,0 +1,95 @@
+"""What a quantization did to every module, and with which settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from .quantizer.config import QuantizeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleReport:
+    """What happened to one module.
+
+    Attributes:
+        name: Full name.
+        layer: Number of its block; None outside the blocks.
+        shape: (out, in).
+        bits: Bits per weight.
+        group_size: Columns per group.
+        error: ||(W - Q) X|| / ||W X|| on the calibration inputs of the quantized model; None without calibration.
+        rounding_error: The same for plain rounding to min-max grids.
+        worse_than_rounding: Whether `error` exceeds `rounding_error`.
+        damp_percent: Share of mean(diag H) added to the diagonal in the end.
+        damp_escalations: How often damping had to grow.
+        dead_columns: Columns whose inputs were always zero.
+        seconds: Time of the solver.
+        method: The method that solved it: "gptq" instead of "gptaq" where an expert's inputs have no pairs in the
+            float model.
+        tokens: Calibration tokens that reached it; None without calibration.
+        prior_tokens: Tokens' worth of what all experts of the layer received, that filled up its statistics: an expert
+            that few tokens are routed to is not left to these alone.
+    """
+
+    name: str
+    layer: int | None
+    shape: tuple[int, int]
+    bits: int
+    group_size: int
+    error: float | None
+    rounding_error: float | None
+    worse_than_rounding: bool
+    damp_percent: float | None
+    damp_escalations: int
+    dead_columns: int
+    seconds: float
+    method: str
+    tokens: int | None = None
+    prior_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationReport:
+    """A quantization as a whole.
+
+    Attributes:
+        model: Name of the model, without local folders.
+        config: The settings.
+        samples: Calibration samples given.
+        sequence_length: Tokens per sample.
+        seed: Seed that chose the samples.
+        tokens: Calibration tokens that counted (no padding, no excluded samples).
+        excluded_samples: Samples left out for non-finite activations.
+        batch_size: Samples per forward pass in the end: what was asked for, or less where memory ran out.
+        block_weights: Weights in matrices (and fused experts) of the repeated blocks.
+        quantized_weights: Those among them that were quantized; the rest stays in floating point.
+        device: Type of device that did the work.
+        seconds: Time from the call until the last module was solved, loading included.
+        versions: Versions of the packages that took part.
+        left_in_float: Linears with a forward pass of their own, which no quantized layer can stand for.
+        modules: One entry per quantized module, in the order in which they were solved.
+        perplexity: What was measured on the finished checkpoint: one row per text, with its name and the scores.
+    """
+
+    model: str
+    config: QuantizeConfig
+    samples: int
+    sequence_length: int
+    seed: int
+    tokens: int
+    excluded_samples: int
+    batch_size: int
+    block_weights: int
+    quantized_weights: int
+    device: str
+    seconds: float
+    versions: dict[str, str]
+    left_in_float: list[str] = field(default_factory=list)
+    modules: list[ModuleReport] = field(default_factory=list)
+    perplexity: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return dataclasses.asdict(self)

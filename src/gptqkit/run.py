@@ -1,0 +1,48 @@
+"""How a job is run. Nothing heavy is imported here, so that the command line can show its help at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .errors import ConfigError
+
+LARGEST_BATCH = 8  # samples per forward pass, unless told otherwise
+PLACES = ("auto", "device", "memory", "disk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Where and how a job is run.
+
+    Every field is an option of the command line, whose help is the text below.
+
+    Attributes:
+        device: "cpu", "cuda" or, for example, "cuda:1"; "auto" takes a GPU if there is one.
+        batch_size: Samples per forward pass, by default 8; halved when memory runs out. Like the number of threads, it
+            changes the order of sums, and so perhaps a few codes.
+        activations: Where to keep hidden states between blocks; "auto" takes the fastest place where they fit.
+        overwrite: Replace the output folder if it is a quantized checkpoint.
+        resume: Continue the unfinished job for the same output folder, if there is one; the result is the same to the
+            bit.
+        max_shard_bytes: Largest size of the checkpoint's files, unless a single tensor is larger.
+        trust_remote_code: Run the Python code that comes with a float model.
+
+    Raises:
+        ConfigError: A value that cannot be.
+    """
+
+    device: str = "auto"
+    batch_size: int | None = None
+    activations: str = field(default="auto", metadata={"choices": PLACES})
+    overwrite: bool = False
+    resume: bool = False
+    max_shard_bytes: int = 4 << 30
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.activations not in PLACES:
+            raise ConfigError(f"activations is {self.activations!r}; choose one of {', '.join(PLACES)}")
+        for name in ("batch_size", "max_shard_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be positive")

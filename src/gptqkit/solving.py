@@ -1,0 +1,145 @@
+"""Linears solved, by one process or by several together, and compared with plain rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .calibration.statistics import InputStatistics
+from .distributed import Processes
+from .errors import GptqkitError, RankError
+from .export.formats import find_format
+from .quantizer.gptq import output_error, solve_rtn
+from .quantizer.methods import Moments, Solution, find_method
+from .subsets import Subset
+from .targets import Target
+
+ROWS = 32  # modules are cut at multiples of so many rows
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Linears that share an input, and what calibration found out about it.
+
+    Attributes:
+        targets: The Linears.
+        statistics: Of the input; None without calibration.
+        pool: Of experts: what all experts of the layer received.
+    """
+
+    targets: Subset
+    statistics: InputStatistics | None = None
+    pool: InputStatistics | None = None
+
+    def moments(self) -> Moments | None:
+        """Return the means that solvers work on; an expert that few tokens reach is filled up with the pool's."""
+        if self.statistics is None:
+            return None
+        filled = self.statistics if self.pool is None else self.statistics.filled_up(self.pool)
+        return Moments(hessian=filled.hessian(), cross=filled.cross())
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """What solving a Linear, or some rows of one, came to.
+
+    Attributes:
+        solution: What the solver found, on the CPU.
+        errors: Mean squares per token of W X, (W - Q) X, and (W - R) X for plain rounding R; sums over rows.
+        seconds: Time of the solver.
+    """
+
+    solution: Solution
+    errors: tuple[float, ...]
+    seconds: float
+
+
+def solve_all(
+    measured: Sequence[Measured], weight_of: Callable[[Target], Tensor], processes: Processes
+) -> Iterator[tuple[Measured, Target, Solved]]:
+    """Solve Linears and yield them in order; every process gets all results.
+
+    Processes take whole Linears in turn, and share the rows of each where fewer are left than processes.
+
+    Args:
+        measured: The Linears, with what is known of their inputs.
+        weight_of: Gives the float weight of one, (out, in).
+        processes: Those that share the work; all must take all that is yielded.
+
+    Raises:
+        GptqkitError: A Linear that cannot be solved, by name.
+        RankError: Processes whose arithmetic differs.
+    """
+    items = [(one, target) for one in measured for target in one.targets]
+    known: tuple[Measured, Moments | None] | None = None
+    for start in range(0, len(items), processes.size):
+        chunk = items[start : start + processes.size]
+        mine: list[Solved | None] = [None] * len(chunk)
+        with processes.together():
+            for number, (one, target) in enumerate(chunk):
+                rows = range(target.shape[0] if number == processes.rank else 0)
+                if len(chunk) < processes.size:
+                    rows = processes.share(target.shape[0], ROWS)
+                if rows:
+                    if known is None or known[0] is not one:
+                        known = None  # not beside the next
+                        known = one, one.moments()
+                    weight = weight_of(target)[rows.start : rows.stop].to(processes.device, torch.float32)
+                    mine[number] = _solve(target, weight, known[1])
+        of_all = processes.gather(mine)
+        for number, (one, target) in enumerate(chunk):
+            yield one, target, merge([each[number] for each in of_all])
+
+
+def _solve(target: Target, weight: Tensor, moments: Moments | None) -> Solved:
+    """Solve some rows of one Linear, and compare their output errors with plain rounding's."""
+    config, snap = target.config, find_format(target.config.format).snap
+    start = time.perf_counter()
+    try:
+        solution = find_method(config.method).solve(weight, moments, config, snap)
+    except GptqkitError as problem:
+        raise type(problem)(f"{target.name}: {problem}") from problem
+    seconds = time.perf_counter() - start
+    errors: tuple[float, ...] = ()
+    if moments is not None:
+        plain = solve_rtn(weight, None, config.plain_rounding(), snap)
+        lost = [weight - each.weight.dequantize() for each in (solution, plain)]
+        errors = tuple(output_error(each, moments.hessian) for each in (weight, *lost))
+    return Solved(dataclasses.replace(solution, weight=solution.weight.to("cpu")), errors, seconds)
+
+
+def merge(parts: Sequence[Solved | None]) -> Solved:
+    """Return one Linear from its parts, in the order of their rows.
+
+    Raises:
+        RankError: They were solved with another damping or order of columns.
+    """
+    first, *rest = [part for part in parts if part is not None]
+    if not rest:
+        return first
+    for part in rest:
+        damping = first.solution.damp_percent, part.solution.damp_percent
+        orders = first.solution.weight.group_index, part.solution.weight.group_index
+        if damping[0] != damping[1] or not torch.equal(*orders):
+            raise RankError(
+                f"processes solved one module with dampings {damping[0]} and {damping[1]} or with other groups, so "
+                "their arithmetic differs; run all on one kind of hardware with one version of torch"
+            )
+    both = [first, *rest]
+    losses = [part.solution.loss for part in both if part.solution.loss is not None]
+    stacked: dict[str, Any] = {
+        name: torch.cat([getattr(part.solution.weight, name) for part in both]) for name in ("codes", "scale", "offset")
+    }
+    whole = dataclasses.replace(first.solution.weight, **stacked)
+    return Solved(
+        dataclasses.replace(first.solution, weight=whole, loss=math.fsum(losses) if losses else None),
+        tuple(math.fsum(values) for values in zip(*(part.errors for part in both), strict=True)),
+        max(part.seconds for part in both),
+    )

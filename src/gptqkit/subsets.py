@@ -1,0 +1,98 @@
+"""The order in which the Linears of a block are solved: subsets that share an input, groups calibrated in one pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from .errors import ArchitectureError
+from .targets import Target
+
+Subset = list[Target]
+"""Linears that receive the same tensor, and share its statistics."""
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Subsets that do not depend on each other, and are calibrated in one pass over the samples.
+
+    Attributes:
+        subsets: In order.
+        routed: Whether they are experts, each of which receives some of the tokens only.
+    """
+
+    subsets: list[Subset]
+    routed: bool = False
+
+
+def group_subsets(targets: Sequence[Target], found: Iterable[tuple[Sequence[str], bool]]) -> list[Group]:
+    """Return the targets of a block in the order of their first calls: the same matrix of all experts is one group.
+
+    Experts are told by their names, which are equal up to a number inside. One that was not called stands beside those
+    that were.
+
+    Args:
+        targets: Those of the block, in the order wanted inside a group.
+        found: The names that share an input, in the order of the calls, and whether that held some tokens only.
+
+    Raises:
+        ArchitectureError: A target was not called, and is no expert beside others that were.
+    """
+    by_name = {target.inner: target for target in targets}
+    place = {name: position for position, name in enumerate(by_name)}
+    found = list(found)
+    heard = {name for names, _ in found for name in names}
+    called = {_pattern(name) for name in heard}
+    missing = [name for name in by_name if name not in heard]
+    silent = [by_name[name].name for name in missing if _pattern(name) not in called]
+    if silent:
+        raise ArchitectureError(
+            f"{', '.join(silent)}: not called in a forward pass, so there is nothing to calibrate with; leave them in "
+            "floating point with an override"
+        )
+    partly = {_pattern(name) for names, partial in found if partial for name in names}
+    partly |= {_pattern(name) for name in (*missing, *(name for name in heard if by_name[name].expert is not None))}
+    groups: dict[tuple[str, ...], list[list[str]]] = {}
+    for names, _ in found:
+        patterns = tuple(sorted(map(_pattern, names)))
+        groups.setdefault(patterns if partly.intersection(patterns) else tuple(names), []).append(list(names))
+    for patterns, subsets in groups.items():
+        absent: dict[tuple[str, ...], list[str]] = {}
+        for name in missing:
+            if _pattern(name) in patterns:
+                absent.setdefault(tuple(re.findall(r"(?<=\.)\d+(?=\.)", name)), []).append(name)
+        subsets.extend(absent.values())
+        subsets.sort(key=lambda subset: place[subset[0]])
+    return [
+        Group([[by_name[name] for name in subset] for subset in subsets], routed=len(subsets) > 1)
+        for subsets in groups.values()
+    ]
+
+
+def portions(
+    groups: Iterable[Group], size: Callable[[Subset], int], budget: int
+) -> Iterator[list[tuple[Group, Subset]]]:
+    """Yield all subsets in as few portions as keep the statistics of each within `budget`, with their groups.
+
+    Args:
+        groups: Whose subsets may be calibrated together.
+        size: Bytes of the statistics of a subset.
+        budget: Bytes; a portion has one subset at least.
+    """
+    portion: list[tuple[Group, Subset]] = []
+    used = 0
+    for group in groups:
+        for subset in group.subsets:
+            if portion and used + size(subset) > budget:
+                yield portion
+                portion, used = [], 0
+            portion.append((group, subset))
+            used += size(subset)
+    if portion:
+        yield portion
+
+
+def _pattern(name: str) -> str:
+    """Return `name` with a star for every number that stands between dots."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)

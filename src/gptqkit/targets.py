@@ -1,0 +1,210 @@
+"""Which modules of a model are quantized: the repeated blocks and the Linears inside them, found without a table."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from .errors import ArchitectureError, ConfigError
+from .experts import Expert, is_split
+from .export.formats import find_format
+from .quantizer.config import QuantizeConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A Linear to be quantized.
+
+    Attributes:
+        name: Its full name in the model.
+        inner: Its name in its block; empty for the output layer.
+        shape: (out, in).
+        config: The settings that hold for it.
+        experts: Of a split expert: the name, in the block, of the module that holds all of them.
+        expert: And its number among them.
+    """
+
+    name: str
+    inner: str
+    shape: tuple[int, int]
+    config: QuantizeConfig
+    experts: str | None = None
+    expert: int | None = None
+
+
+def matrix(module: nn.Module) -> Tensor:
+    """Return a view of the weight of a Linear or Conv1D as (out, in)."""
+    weight = module.weight
+    if not isinstance(weight, Tensor):
+        raise ArchitectureError(f"{type(module).__name__} has no weight tensor")
+    return weight.T if isinstance(module, Conv1D) else weight
+
+
+def is_matrix(module: nn.Module) -> bool:
+    """Whether `module` multiplies by one matrix and does nothing else, so that a quantized layer can stand for it."""
+    return isinstance(module, (nn.Linear, Conv1D)) and _computes_a_product(type(module))  # type: ignore[arg-type]
+
+
+@cache
+def _computes_a_product(kind: type[nn.Module]) -> bool:
+    """Whether the forward pass of `kind`, where it is its own, computes what Linear's does: tried on a small Linear."""
+    if kind.forward in (nn.Linear.forward, Conv1D.forward):
+        return True
+    layer, x = nn.Linear(5, 3), torch.linspace(-1, 1, 40).view(2, 4, 5)
+    with torch.no_grad():
+        layer.weight.copy_(torch.linspace(-2, 1, 15).view(3, 5))
+        layer.bias.copy_(torch.arange(3))
+        try:
+            found = kind.forward(layer, x)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # it needs more than a Linear has
+            return False
+        expected = nn.Linear.forward(layer, x)
+    return isinstance(found, Tensor) and found.shape == expected.shape and bool(torch.allclose(found, expected))
+
+
+def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Return the name of the list of repeated blocks and the list: the one that holds the most weights in matrices.
+
+    Blocks may be of several kinds. In a composite model only the language part is searched.
+
+    Raises:
+        ArchitectureError: The model has no list of modules with matrices inside.
+    """
+    part = model.get_decoder() if isinstance(model, PreTrainedModel) else model
+    found = _largest_list(model, part) or _largest_list(model, model)
+    if found is None:
+        raise ArchitectureError(
+            f"{type(model).__name__} has no list of repeated blocks with Linear modules inside; only models of that "
+            "shape can be quantized block by block"
+        )
+    return found
+
+
+def _largest_list(model: nn.Module, part: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    inside = set(part.modules()) if isinstance(part, nn.Module) else set()
+    best: tuple[int, str, nn.ModuleList] | None = None
+    for name, modules in model.named_modules():
+        if not isinstance(modules, nn.ModuleList) or modules not in inside:
+            continue
+        size = sum(matrix(inner).numel() for inner in modules.modules() if is_matrix(inner))
+        if size and (best is None or size > best[0]):
+            best = (size, name, modules)
+    return None if best is None else (best[1], best[2])
+
+
+def find_targets(
+    model: PreTrainedModel, prefix: str, blocks: nn.ModuleList, config: QuantizeConfig
+) -> tuple[list[list[Target]], list[str]]:
+    """Return the Linears to be quantized, block by block, and the names of those that cannot be.
+
+    Routers stay in floating point (see `find_routers`); so do Linears with a forward pass of their own, which are named
+    in the second result.
+
+    Raises:
+        ConfigError: A module whose shape the settings do not fit, or an override that matches none.
+        ArchitectureError: The overrides leave nothing to quantize.
+    """
+    names = [name for name, module in model.named_modules() if is_matrix(module)]
+    for pattern in config.overrides:
+        if not any(re.search(pattern, name) for name in names):
+            raise ConfigError(
+                f"the override {pattern!r} matches no Linear of {type(model).__name__}, which has for example "
+                f"{', '.join(names[:3])}; correct the pattern or leave it out"
+            )
+    targets, left = [], []
+    for layer, block in enumerate(blocks):
+        routers = find_routers(block)
+        chosen: list[Target] = []
+        for inner, module in block.named_modules():
+            name = f"{prefix}.{layer}.{inner}"
+            settings = config.for_module(name)
+            if settings is None or module in routers or not isinstance(module, (nn.Linear, Conv1D)):
+                continue
+            if is_matrix(module):
+                chosen.append(_target(name, inner, module, settings, block))
+            else:
+                left.append(name)
+        targets.append(chosen)
+    if not any(targets) and find_head(model, config) is None:
+        raise ArchitectureError("the overrides leave no module to quantize")
+    return targets, left
+
+
+def _target(name: str, inner: str, module: nn.Module, config: QuantizeConfig, block: nn.Module | None) -> Target:
+    rows, columns = matrix(module).shape
+    try:
+        find_format(config.format).check((rows, columns), config.group_size)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    owner = inner.rpartition(".")[0]
+    if block is not None and isinstance(block.get_submodule(owner), Expert):
+        experts, _, number = owner.rpartition(".")
+        return Target(name, inner, (rows, columns), config, experts, int(number))
+    return Target(name, inner, (rows, columns), config)
+
+
+def find_routers(block: nn.Module) -> set[nn.Module]:
+    """Return the Linears of `block` that choose or weigh experts, which stay in floating point: they are tiny.
+
+    Such a Linear stands beside experts, as a child of the module that holds them or as the only matrix of a child, and
+    has one output per expert, or a single one (the gate of an expert that all tokens share).
+    """
+    routers: set[nn.Module] = set()
+    for module in block.modules():
+        experts = max((_experts(child) for child in module.children()), default=0)
+        for child in module.children():
+            inside = [inner for inner in child.modules() if is_matrix(inner)]
+            if experts and len(inside) == 1 and matrix(inside[0]).shape[0] in (1, experts):
+                routers.add(inside[0])
+    return routers
+
+
+def _experts(module: nn.Module) -> int:
+    """Return the number of experts in `module`: split, stacked in any way, or a list of modules; else 0."""
+    if is_split(module):
+        return sum(isinstance(child, Expert) for child in module.children())
+    for parameter in module.parameters(recurse=False):
+        if parameter.ndim == 3 and min(parameter.shape) > 1:  # not the weight of a convolution by channel
+            return parameter.shape[0]
+    if isinstance(module, nn.ModuleList) and all(any(map(is_matrix, expert.modules())) for expert in module):
+        return len(module)
+    return 0
+
+
+def find_head(model: PreTrainedModel, config: QuantizeConfig) -> Target | None:
+    """Return the output layer as a target where `config` asks for it.
+
+    Raises:
+        ConfigError: It is tied to the input embedding, or is no matrix, or its shape does not fit.
+    """
+    if not config.lm_head:
+        return None
+    head = output_layer(model)
+    name = next((name for name, module in model.named_modules() if module is head), None)
+    if head is None or name is None or not is_matrix(head):
+        raise ConfigError(f"lm_head=True, but {type(model).__name__} has no linear output layer; leave it out")
+    if is_tied(model):
+        raise ConfigError(
+            f"lm_head=True, but {name} shares its weight with the input embedding, which must stay in floating point; "
+            "leave lm_head out"
+        )
+    settings = config.for_module(name)
+    return None if settings is None else _target(name, "", head, settings, None)
+
+
+def output_layer(model: PreTrainedModel) -> nn.Module | None:
+    """Return the module that maps hidden states to the vocabulary, where there is one."""
+    output = model.get_output_embeddings()
+    return output if isinstance(output, nn.Module) else None
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Whether the output layer shares its weight with the input embedding."""
+    output = output_layer(model)
+    return output is not None and output.weight is model.get_input_embeddings().weight

@@ -1,0 +1,103 @@
+"""What is written runs before it counts: a block is read back from its files and run on its packed layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import CheckpointError
+from .export.checkpoint import Checkpoint
+from .loading import install
+from .model import FloatModel
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""How far outputs may differ, relative to their norm: layers that run in other kernels round and sum in other ways."""
+
+
+def check_block(
+    model: FloatModel,
+    layer: int,
+    part: Checkpoint,
+    names: Sequence[str],
+    run: Callable[[nn.Module], Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Build block `layer` from its files, as `load` would, and compare what it computes with what the block computes.
+
+    Args:
+        model: The float model, whose block has the solutions in place.
+        layer: Number of the block.
+        part: What was written of it.
+        names: Its quantized Linears, by their names in the block.
+        run: Runs a block on some calibration tokens; returns what leaves it.
+        device: Where blocks run.
+        dtype: In which they run.
+
+    Raises:
+        CheckpointError: The block cannot run, or computes something else; the first Linear that differs is named.
+    """
+    block = model.blocks[layer]
+    model.blocks[layer] = _without_weights(block)
+    try:
+        backend = "torch" if device.type == "cpu" else "auto"
+        install(model.empty, part, device=device, dtype=dtype, backend=backend, cast=True)
+        packed = model.blocks[layer]
+    finally:
+        model.blocks[layer] = block
+    for owner in packed.modules():
+        for key, buffer in owner._buffers.items():
+            owner._buffers[key] = None if buffer is None else buffer.to(device)
+    try:
+        found, expected = run(packed), run(block)
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+        raise CheckpointError(
+            f"block {layer} cannot run on its quantized layers ({type(error).__name__}: {error}); leave what is at "
+            "fault in floating point with an override, and report this model"
+        ) from error
+    if _differs(found, expected, dtype):
+        ours, theirs = (_outputs(each, names, run) for each in (packed, block))
+        first = next((name for name in theirs if name not in ours or _differs(ours[name], theirs[name], dtype)), None)
+        raise CheckpointError(
+            f"block {layer} computes something else on its quantized layers than in the pipeline"
+            + (f", first in {first}" if first is not None else "")
+            + "; leave what is at fault in floating point with an override, and report this model"
+        )
+
+
+def _differs(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    if found.shape != expected.shape:
+        return True
+    distance, size = (found - expected).double().norm(), expected.double().norm()
+    return not float(distance) <= TOLERANCE[dtype] * float(size)
+
+
+def _outputs(block: nn.Module, names: Sequence[str], run: Callable[[nn.Module], Tensor]) -> Mapping[str, Tensor]:
+    """Return what the first call of each of some modules gives, in the order of the calls."""
+    outputs: dict[str, Tensor] = {}
+    hooks = []
+    for name in names:
+
+        def record(_: nn.Module, __: Any, output: Tensor, name: str = name) -> None:
+            outputs.setdefault(name, output)
+
+        hooks.append(block.get_submodule(name).register_forward_hook(record))
+    try:
+        run(block)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return outputs
+
+
+def _without_weights(block: nn.Module) -> nn.Module:
+    """Return a copy of `block` whose parameters are on the meta device."""
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+        for parameter in block.parameters()
+    }
+    return copy.deepcopy(block, memo)
