@@ -41,7 +41,7 @@ check: $(installed)
 # Python does not give all its memory back, so leaks are not looked for.
 sanitize: $(installed)
 	$(python) tests/support/emulator.py build/sanitize/libgptqkit_emulator.so --sanitize
-	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	PYTHONPATH=src:tests LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		$(python) tests/support/kernel_cases.py build/sanitize/libgptqkit_emulator.so
 
 clients: $(installed)

@@ -6,13 +6,10 @@ import gc
 import pytest
 import torch
 
-from gptqkit.evaluating import evaluate
+from gptqkit import Calibration, Evaluation, QuantizeConfig, Run, evaluate, load, quantize
 from gptqkit.kernels.backends import BACKENDS
 from gptqkit.kernels.linear import TorchLinear
 from gptqkit.kernels.ops import Launcher
-from gptqkit.loading import load
-from gptqkit.quantizer.config import QuantizeConfig
-from gptqkit.quantizing import quantize
 from support.emulation import TUNING
 
 
@@ -21,7 +18,8 @@ def checkpoint(example_model, small_text, tmp_path_factory):
     """The example model at 3 bits, asymmetric, with act-order: everything at once."""
     out = tmp_path_factory.mktemp("example") / "q"
     config = QuantizeConfig(bits=3, group_size=64, sym=False, desc_act=True, format="gptq_v2")
-    quantize(example_model, [small_text], out, config, samples=4, sequence_length=64, device="cpu")
+    calibration = Calibration([small_text], samples=4, sequence_length=64)
+    quantize(example_model, calibration, out, config, run=Run(device="cpu"))
     return out
 
 
@@ -40,8 +38,10 @@ SETTINGS = {"sequence_length": 16, "max_windows": 2, "batch_size": 1, "dtype": "
 def test_perplexity_equals_the_reference_backends(checkpoint, emulated, small_text, crossover, monkeypatch):
     tuning = dataclasses.replace(TUNING, crossover={3: crossover})
     monkeypatch.setattr(emulated, "launcher", Launcher(emulated.library, torch.device("cpu"), tuning, 8))
-    reference = evaluate(checkpoint, [small_text], device="cpu", backend="torch", **SETTINGS)
-    scores = evaluate(checkpoint, [small_text], device="cpu", backend="emulated", **SETTINGS)
+    scores, reference = (
+        evaluate(checkpoint, [small_text], Evaluation(device="cpu", backend=backend, **SETTINGS))
+        for backend in ("emulated", "torch")
+    )
     assert scores.backend == "emulated"
     assert scores.perplexity == pytest.approx(reference.perplexity, rel=1e-3)
 
@@ -51,8 +51,8 @@ def test_perplexity_equals_the_reference_backends(checkpoint, emulated, small_te
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_perplexity_on_a_gpu(checkpoint, gpu, small_text, dtype, length):
     settings = {**SETTINGS, "dtype": dtype, "device": gpu, "sequence_length": length}
-    scores = evaluate(checkpoint, [small_text], **settings)
-    reference = evaluate(checkpoint, [small_text], backend="torch", **settings)
+    scores = evaluate(checkpoint, [small_text], Evaluation(**settings))
+    reference = evaluate(checkpoint, [small_text], Evaluation(backend="torch", **settings))
     assert (scores.backend, reference.backend) == ("cuda", "torch")
     assert scores.perplexity == pytest.approx(reference.perplexity, rel=1e-3 if dtype == "float16" else 1e-2)
 

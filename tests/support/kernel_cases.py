@@ -1,10 +1,10 @@
 """Random weights, how good a product with one is, and products that straddle every edge of the gemm kernels.
 
-    python tests/support/kernel_cases.py LIBRARY            the products at all bits and dtypes
-    python tests/support/kernel_cases.py LIBRARY --bits 4   float16 products at these bits only
+    PYTHONPATH=src:tests python tests/support/kernel_cases.py LIBRARY            the products at all bits and dtypes
+    PYTHONPATH=src:tests python tests/support/kernel_cases.py LIBRARY --bits 4   float16 products at these bits only
 
-Ends with 1 and a line that says what is wrong at the first wrong result. A process of its own, because a planted bug may
-crash it and because the sanitizers want to be loaded first.
+Ends with 1 and a line that says what is wrong at the first wrong result. A process of its own, because a planted bug
+may crash it and because the sanitizers want to be loaded first.
 """
 
 import sys
@@ -14,8 +14,6 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import linear
-
-sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[1])]
 
 from gptqkit.errors import BackendError
 from gptqkit.quantizer.quantized import QuantizedWeight
