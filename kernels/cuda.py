@@ -104,6 +104,11 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
     `csrc/layout.cuh` says which bits of which word hold the pair (i, r) of a lane; codes beyond the last are 0.
     """
+    parts = (codes[first : first + 1024] for first in range(0, codes.shape[0] or 1, 1024))  # to take less memory
+    return torch.cat([_pack_rows(part, bits) for part in parts])
+
+
+def _pack_rows(codes: Tensor, bits: int) -> Tensor:
     padded = functional.pad(codes, (0, -codes.shape[1] % 64, 0, -codes.shape[0] % 64))
     # Outputs are (tile, i, r & 1, c), inputs (unit, step, t, r >> 1, element of the pair).
     parts = padded.view(-1, 4, 2, 8, padded.shape[1] // 64, 4, 4, 2, 2).permute(0, 4, 5, 3, 6, 1, 7, 2, 8).flatten(6, 7)
