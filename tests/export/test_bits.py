@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gptqkit.errors import ShapeError
-from gptqkit.export.pack import codes_per_unit, pack, unpack
+from gptqkit.export.bits import codes_per_unit, pack, unpack
 
 
 def stream_words(codes: list[int], bits: int) -> list[int]:

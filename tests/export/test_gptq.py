@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from gptqkit.errors import CheckpointError, ConversionError
+from gptqkit.export.bits import pack
 from gptqkit.export.gptq import decode_zeros, encode_zeros, from_tensors, to_tensors
-from gptqkit.export.pack import pack
 from gptqkit.quantizer.config import Format
 from gptqkit.quantizer.quantized import QuantizedWeight
 
