@@ -2,19 +2,15 @@
 
 import dataclasses
 import gc
-from types import MappingProxyType
 
 import pytest
 import torch
 
-from gptqkit.evaluating import evaluate
-from gptqkit.kernels import backend
-from gptqkit.kernels.cuda_backend import CudaLinear
-from gptqkit.kernels.torch_backend import TorchLinear
-from gptqkit.loading import load
-from gptqkit.quantizer.config import QuantizeConfig
-from gptqkit.quantizing import quantize
-from support.emulation import EmulatedLinear
+from gptqkit import Calibration, Evaluation, QuantizeConfig, Run, evaluate, load, quantize
+from gptqkit.kernels.backends import BACKENDS
+from gptqkit.kernels.linear import TorchLinear
+from gptqkit.kernels.ops import Launcher
+from support.emulation import TUNING
 
 
 @pytest.fixture(scope="module")
@@ -22,15 +18,16 @@ def checkpoint(example_model, small_text, tmp_path_factory):
     """The example model at 3 bits, asymmetric, with act-order: everything at once."""
     out = tmp_path_factory.mktemp("example") / "q"
     config = QuantizeConfig(bits=3, group_size=64, sym=False, desc_act=True, format="gptq_v2")
-    quantize(example_model, [small_text], out, config, samples=4, sequence_length=64, device="cpu")
+    calibration = Calibration([small_text], samples=4, sequence_length=64)
+    quantize(example_model, calibration, out, config, run=Run(device="cpu"))
     return out
 
 
 @pytest.fixture
 def emulated(emulation, monkeypatch):
     """Lets `load` take the backend "emulated"."""
-    kinds = {**backend.BACKENDS, EmulatedLinear.backend: EmulatedLinear}
-    monkeypatch.setattr(backend, "BACKENDS", MappingProxyType(kinds))
+    monkeypatch.setattr("gptqkit.kernels.cuda.EmulatedLinear", emulation.linear, raising=False)
+    monkeypatch.setitem(BACKENDS, "emulated", "kernels.cuda.EmulatedLinear")
     return emulation
 
 
@@ -39,10 +36,12 @@ SETTINGS = {"sequence_length": 16, "max_windows": 2, "batch_size": 1, "dtype": "
 
 @pytest.mark.parametrize("crossover", [10**6, 1], ids=["fused", "dense"])
 def test_perplexity_equals_the_reference_backends(checkpoint, emulated, small_text, crossover, monkeypatch):
-    tuning = dataclasses.replace(emulated.launcher.tuning, crossover={3: crossover})
-    monkeypatch.setattr(emulated.launcher, "tuning", tuning)
-    reference = evaluate(checkpoint, [small_text], device="cpu", backend="torch", **SETTINGS)
-    scores = evaluate(checkpoint, [small_text], device="cpu", backend="emulated", **SETTINGS)
+    tuning = dataclasses.replace(TUNING, crossover={3: crossover})
+    monkeypatch.setattr(emulated, "launcher", Launcher(emulated.library, torch.device("cpu"), tuning, 8))
+    scores, reference = (
+        evaluate(checkpoint, [small_text], Evaluation(device="cpu", backend=backend, **SETTINGS))
+        for backend in ("emulated", "torch")
+    )
     assert scores.backend == "emulated"
     assert scores.perplexity == pytest.approx(reference.perplexity, rel=1e-3)
 
@@ -52,8 +51,8 @@ def test_perplexity_equals_the_reference_backends(checkpoint, emulated, small_te
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_perplexity_on_a_gpu(checkpoint, gpu, small_text, dtype, length):
     settings = {**SETTINGS, "dtype": dtype, "device": gpu, "sequence_length": length}
-    scores = evaluate(checkpoint, [small_text], **settings)
-    reference = evaluate(checkpoint, [small_text], backend="torch", **settings)
+    scores = evaluate(checkpoint, [small_text], Evaluation(**settings))
+    reference = evaluate(checkpoint, [small_text], Evaluation(backend="torch", **settings))
     assert (scores.backend, reference.backend) == ("cuda", "torch")
     assert scores.perplexity == pytest.approx(reference.perplexity, rel=1e-3 if dtype == "float16" else 1e-2)
 
@@ -78,19 +77,20 @@ def test_generation_on_a_gpu(checkpoint, gpu):
     assert torch.equal(*ids)
 
 
-class PretendLinear(CudaLinear):
-    """Takes the CPU for a GPU that lacks the library."""
+class UnbuiltLinear(TorchLinear):
+    """Stands for a backend that should serve this device and cannot."""
 
     device_type = "cpu"
 
     @classmethod
-    def refusal(cls, packed, dtype):  # noqa: ARG003
+    def refusal(cls, weight, dtype):  # noqa: ARG003
         return "the kernels are not built"
 
 
 def test_a_fallback_is_announced_once(checkpoint, monkeypatch, caplog):
-    monkeypatch.setattr(backend, "AUTOMATIC", (PretendLinear, TorchLinear))
+    monkeypatch.setattr("gptqkit.kernels.linear.UnbuiltLinear", UnbuiltLinear, raising=False)
+    monkeypatch.setitem(BACKENDS, "cuda", "kernels.linear.UnbuiltLinear")
     model, _ = load(checkpoint, device="cpu")
-    assert model.gptqkit_backend.name == "torch"
+    assert model.gptqkit_backend.name == "cpu"
     [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "not cuda, because the kernels are not built" in warning.getMessage()

@@ -1,8 +1,8 @@
 // CUDA threads as fibers of one CPU thread, a few blocks of the grid at once, and the points where they meet.
 //
 // A fiber runs until it waits for others (a collective of its warp, a barrier of its block) or lets them pass (a fence,
-// a ticket); which of those that can go on does so is random, from a seed.
-#include "emulator_machine.h"
+// an arrival); which of those that can go on does so is random, from a seed.
+#include "machine.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -70,10 +70,10 @@ void fence() {
     yield();
 }
 
-int take_ticket(int *place, int value) {
-    watch_ticket(place);
-    const int before = *place;
-    *place += value;
+int arrive(int *lock, int value) {
+    watch_arrival(lock);
+    const int before = *lock;
+    *lock += value;
     yield();
     return before;
 }
@@ -112,7 +112,7 @@ static void start_block(Block &block, int number) {
     block.static_bytes = 0;
     block.fence = block.earlier_fence = block.fence_since = 0;
     block.others.clear();
-    block.ticket = {};
+    block.arrival = {};
     block.warps = std::vector<Warp>((machine.threads + 31) / 32);
     memset(block.memory.get(), 0xff, block_bytes());
     block.words.assign(block_bytes() / 4, Word());
@@ -174,7 +174,7 @@ int run(void (*kernel)(const void *), const void *arguments, dim3 grid, int thre
     machine.dynamic_bytes = dynamic_bytes;
     machine.runnable.clear();
     machine.messages.clear();
-    machine.tickets.clear();
+    machine.arrivals.clear();
     machine.counts.clear();
     machine.fault.clear();
     const int blocks = grid.x * grid.y * grid.z;

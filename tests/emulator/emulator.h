@@ -1,10 +1,10 @@
 // The names of hardware.cuh for g++: the kernels' own sources run on one CPU thread, a few blocks at once.
 //
-// Every CUDA thread is a fiber (emulator_machine.cc); which of them goes on where several can is random, from a seed.
+// Every CUDA thread is a fiber (machine.cc); which of them goes on where several can is random, from a seed.
 // What the hardware would silently get wrong is a fault: the launch stops and returns GPTQKIT_FAULT. Faults are
 //   - races within a block, found whatever the order was, uses of what a copy under way brings, and accesses outside
-//     shared memory (emulator_memory.cc); what nobody has written there is NaN;
-//   - floats that blocks leave for each other without the barriers and fences that this takes (emulator_memory.cc);
+//     shared memory (memory.cc); what nobody has written there is NaN;
+//   - floats that blocks leave for each other without the barriers and fences that this takes (memory.cc);
 //   - lanes of one warp that meet in different collectives, threads that wait for others that are gone, misaligned
 //     accesses, copies under way at the end of a kernel;
 //   - writes to the guard zone behind dynamic shared memory, for accesses that bypass the functions below.
@@ -41,7 +41,7 @@ struct alignas(16) uint4 {
 struct Float16 {};
 struct BFloat16 {};
 
-// What the names below ask of the machine: emulator_machine.cc and emulator_memory.cc.
+// What the names below ask of the machine: machine.cc and memory.cc.
 namespace emulator {
 
 // A warp's operands of the tensor cores.
@@ -66,7 +66,7 @@ const char *fault_text();
 void meet(void (*compute)(Tiles &));
 void barrier();
 void fence();
-int take_ticket(int *place, int value);
+int arrive(int *lock, int value);
 
 // To be called before the access; `function` is its name here, `file` and `line` say where the kernel makes it.
 void read_shared(const void *source, int bytes, const char *file, int line);
@@ -229,7 +229,7 @@ template <class T> void multiply_add(float (&d)[4], const uint32_t (&a)[4], cons
 
 inline void block_barrier() { emulator::barrier(); }
 inline void device_fence() { emulator::fence(); }
-inline int fetch_add(int *target, int value) { return emulator::take_ticket(target, value); }
+inline int fetch_add(int *target, int value) { return emulator::arrive(target, value); }
 
 template <auto kernel, class Arguments>
 int launch(dim3 grid, int threads, int shared_bytes, void *, const Arguments &arguments) {

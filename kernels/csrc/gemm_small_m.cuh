@@ -13,7 +13,7 @@
 //     ring in shared memory and reads back only its own: the loop has no barrier and waits for nothing that was not
 //     asked for two or three units earlier. Token tiles are the fastest index: they share the weight in L2.
 // Preconditions, checked by gptqkit_gemm: M >= 1, K a multiple of 32, x 16-byte aligned with ldx a multiple of 8;
-//     `group` a multiple of 16, of 64 unless FINE; tickets 0.
+//     `group` a multiple of 16, of 64 unless FINE; locks 0.
 // Numerics: products of 16-bit operands are exact in the float32 sums; the sums of a group, the scaled sums, the parts
 //     of warps and of blocks are float32, each in a fixed order; y is rounded once. The two sums are larger than their
 //     difference, the more so the farther the mean of x is from 0, and tensor cores round towards zero: over 128 inputs
@@ -24,20 +24,20 @@
 #include "gemm.cuh"
 
 // Sixteen tokens and eight bits need more registers: fewer warps share a multiprocessor, as many as fit without spills.
-template <int BITS, int TOKENS> constexpr int kNarrowWarps = TOKENS == 1 && BITS < 8 ? 8 : 4;
-template <int BITS, int TOKENS> constexpr int kNarrowBlocks = (TOKENS == 1) == (BITS == 8) ? 3 : 2;
-template <int BITS> constexpr int kNarrowStages = BITS == 2 ? 4 : 3; // the smallest units need the most under way
-template <int BITS, int TOKENS> constexpr int kNarrowCodeBytes =
-    kNarrowStages<BITS> * BITS * kNarrowWarps<BITS, TOKENS> * kLanes * 16;
-template <int BITS, int TOKENS> constexpr int kNarrowRingBytes =
-    kNarrowCodeBytes<BITS, TOKENS> + kNarrowStages<BITS> * kSteps * TOKENS * kNarrowWarps<BITS, TOKENS> * kLanes * 8;
+template <int BITS, int TOKENS> constexpr int kSmallMWarps = TOKENS == 1 && BITS < 8 ? 8 : 4;
+template <int BITS, int TOKENS> constexpr int kSmallMBlocks = (TOKENS == 1) == (BITS == 8) ? 3 : 2;
+template <int BITS> constexpr int kSmallMStages = BITS == 2 ? 4 : 3; // the smallest units need the most under way
+template <int BITS, int TOKENS> constexpr int kSmallMCodeBytes =
+    kSmallMStages<BITS> * BITS * kSmallMWarps<BITS, TOKENS> * kLanes * 16;
+template <int BITS, int TOKENS> constexpr int kSmallMRingBytes =
+    kSmallMCodeBytes<BITS, TOKENS> + kSmallMStages<BITS> * kSteps * TOKENS * kSmallMWarps<BITS, TOKENS> * kLanes * 8;
 
 template <class T, int BITS, int TOKENS, bool FINE>
-KERNEL(kNarrowWarps<BITS, TOKENS> *kLanes, kNarrowBlocks<BITS, TOKENS>)
-gemm_narrow(const GemmArguments a) {
+KERNEL(kSmallMWarps<BITS, TOKENS> *kLanes, kSmallMBlocks<BITS, TOKENS>)
+gemm_small_m(const GemmArguments a) {
     // Subnormal operands save an instruction each. If some GPU is slow at them, kBiased = true is the way out.
     using Operands = Fragments<T, BITS, false>;
-    constexpr int kWarps = kNarrowWarps<BITS, TOKENS>, kThreads = kWarps * kLanes, kStages = kNarrowStages<BITS>;
+    constexpr int kWarps = kSmallMWarps<BITS, TOKENS>, kThreads = kWarps * kLanes, kStages = kSmallMStages<BITS>;
     DYNAMIC_SHARED(uint4, ring);
     const int thread = threadIdx.x, lane = thread % kLanes, warp = thread / kLanes, c = lane / 4, t = lane % 4;
     const int tile = blockIdx.z, token0 = int(blockIdx.x) * 8 * TOKENS;
@@ -47,7 +47,7 @@ gemm_narrow(const GemmArguments a) {
     const uint4 *source = a.weight + (int64_t(tile) * a.units + first) * BITS * kLanes + lane;
     uint4 *const slots = ring + thread;
     // Tokens beyond M are zeros: their columns of y are never stored.
-    uint2 *const x_slots = reinterpret_cast<uint2 *>(ring + kNarrowCodeBytes<BITS, TOKENS> / 16) + thread;
+    uint2 *const x_slots = reinterpret_cast<uint2 *>(ring + kSmallMCodeBytes<BITS, TOKENS> / 16) + thread;
     const uint16_t *x_source[TOKENS];
     int x_bytes[TOKENS];
 #pragma unroll

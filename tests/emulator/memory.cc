@@ -6,14 +6,14 @@
 // asynchronous copy writes from its issue to its wait.
 //
 // A float that one block leaves for others may be read if between the two, in this order and each step by the same
-// thread as the one before or after a barrier from it, stand: a fence, a ticket of the writer's block, a later ticket
-// of the reader's block from the same place, a fence.
+// thread as the one before or after a barrier from it, stand: a fence, an arrival of the writer's block (an addition to a
+// lock), a later arrival of the reader's block at the same lock, a fence.
 //
 // Traffic, where it is counted: the n-th accesses of a warp's lanes at one site are one instruction (where lanes skip
 // some of their turns, that is a guess). Shared memory has 32 banks of four bytes; a warp's 8-byte accesses are served
 // by halves and 16-byte ones by quarters, each as many times as some bank has different words to give. Global memory
 // moves in sectors of 32 bytes.
-#include "emulator_machine.h"
+#include "machine.h"
 
 #include <algorithm>
 #include <cstring>
@@ -187,19 +187,19 @@ void watch_fence() {
         block.earlier_fence = block.fence;
         block.fence = block.epoch;
     }
-    if (!block.fence_since && (block.ticket.thread == here.thread || block.ticket.taken.epoch < block.epoch))
+    if (!block.fence_since && (block.arrival.thread == here.thread || block.arrival.at.epoch < block.epoch))
         block.fence_since = block.epoch;
 }
 
-void watch_ticket(const void *place) {
+void watch_arrival(const void *lock) {
     const Fiber &fiber = *machine.current;
     Block &block = *fiber.home;
-    std::vector<Ticket> &tickets = machine.tickets[place];
-    for (const Ticket &ticket : tickets) block.others[ticket.block] = ticket;
+    std::vector<Arrival> &arrivals = machine.arrivals[lock];
+    for (const Arrival &arrival : arrivals) block.others[arrival.block] = arrival;
     const uint32_t fence = std::max(block.fence < block.epoch ? block.fence : block.earlier_fence, fiber.fence.epoch);
-    block.ticket = {block.number, here.thread, {block.epoch, ++machine.ticks}, fence};
+    block.arrival = {block.number, here.thread, {block.epoch, ++machine.ticks}, fence};
     block.fence_since = 0;
-    tickets.push_back(block.ticket);
+    arrivals.push_back(block.arrival);
 }
 
 void write_message(float *target, const char *file, int line) {
@@ -212,12 +212,12 @@ void write_message(float *target, const char *file, int line) {
     use_global(target, 4, "store_for_blocks", file, line);
 }
 
-// Whether the message can be seen by whoever sees the ticket of its block, as far as fences go.
-static bool fenced(const Message &message, const Ticket &ticket) {
-    if (ticket.fence > message.epoch) return true;
+// Whether the message can be seen by whoever sees the arrival of its block, as far as fences go.
+static bool fenced(const Message &message, const Arrival &arrival) {
+    if (arrival.fence > message.epoch) return true;
     if (!message.fence.tick) return false;
-    return message.thread == ticket.thread ? message.fence.tick < ticket.taken.tick
-                                           : message.fence.epoch < ticket.taken.epoch;
+    return message.thread == arrival.thread ? message.fence.tick < arrival.at.tick
+                                           : message.fence.epoch < arrival.at.epoch;
 }
 
 void read_message(const float *source, const char *file, int line) {
@@ -233,18 +233,18 @@ void read_message(const float *source, const char *file, int line) {
         return;
     }
     const auto other = block.others.find(message.block);
-    if (other == block.others.end()) fault("a read of what another block wrote, without its ticket");
-    const Ticket &ticket = other->second, &own = block.ticket;
-    if (message.epoch >= ticket.taken.epoch && message.thread != ticket.thread)
-        fault("no barrier between another block's write and its ticket; the write was by", message.thread);
-    if (!fenced(message, ticket))
-        fault("no fence between another block's write and its ticket; the write was by", message.thread);
+    if (other == block.others.end()) fault("a read of what another block wrote, without its arrival");
+    const Arrival &arrival = other->second, &own = block.arrival;
+    if (message.epoch >= arrival.at.epoch && message.thread != arrival.thread)
+        fault("no barrier between another block's write and its arrival; the write was by", message.thread);
+    if (!fenced(message, arrival))
+        fault("no fence between another block's write and its arrival; the write was by", message.thread);
     const bool same = own.thread == here.thread;
-    if (own.taken.epoch == block.epoch && !same)
-        fault("no barrier between a ticket and a read; the ticket was taken by", own.thread);
-    const bool own_fence = same ? fiber.fence.tick > own.taken.tick : fiber.fence.epoch > own.taken.epoch;
+    if (own.at.epoch == block.epoch && !same)
+        fault("no barrier between an arrival and a read; the arrival was by", own.thread);
+    const bool own_fence = same ? fiber.fence.tick > own.at.tick : fiber.fence.epoch > own.at.epoch;
     if (!own_fence && (!block.fence_since || block.fence_since == block.epoch))
-        fault("no fence between a ticket and a read");
+        fault("no fence between an arrival and a read");
 }
 
 } // namespace emulator

@@ -1,4 +1,4 @@
-// The machine that emulator_machine.cc runs and whose memory emulator_memory.cc watches. Kernels see only emulator.h.
+// The machine that machine.cc runs and whose memory memory.cc watches. Kernels see only emulator.h.
 #pragma once
 
 #include <setjmp.h>
@@ -45,10 +45,10 @@ struct Message {
     Moment fence;
 };
 
-// That a thread took a ticket; `fence` is the epoch of the last fence that certainly came before.
-struct Ticket {
+// That a thread added to a lock; `fence` is the epoch of the last fence that certainly came before.
+struct Arrival {
     int block, thread;
-    Moment taken;
+    Moment at;
     uint32_t fence;
 };
 
@@ -97,8 +97,8 @@ struct Block {
     std::vector<std::pair<const void *, int>> statics; // tags and places
     int static_bytes = 0;
     uint32_t fence = 0, earlier_fence = 0;  // the last two epochs with fences
-    std::unordered_map<int, Ticket> others; // tickets of other blocks that this one has seen
-    Ticket ticket{};                        // its own last one
+    std::unordered_map<int, Arrival> others; // arrivals of other blocks that this one has seen
+    Arrival arrival{};                       // its own last one
     uint32_t fence_since = 0;               // the epoch of the first fence that certainly came after it
 };
 
@@ -128,7 +128,7 @@ struct Machine {
     uint32_t random = 1, epochs = 0;
     uint64_t ticks = 0;
     std::unordered_map<const void *, Message> messages;
-    std::unordered_map<const void *, std::vector<Ticket>> tickets;
+    std::unordered_map<const void *, std::vector<Arrival>> arrivals;
     bool counting = false;
     std::map<Site, Count> counts;
     std::string fault;
@@ -139,9 +139,9 @@ extern Machine machine;
 void note_fault(const char *what, int other_thread = -1);
 [[noreturn]] void fault(const char *what, int other_thread = -1);
 
-// What emulator_memory.cc has to know of time.
+// What memory.cc has to know of time.
 void watch_fence();
-void watch_ticket(const void *place);
+void watch_arrival(const void *lock);
 void count_block(Block &block);
 
 } // namespace emulator

@@ -2,38 +2,38 @@
 //
 // Formula. Operands are dequantized in registers, (code - zero) * scale rounded once to the dtype: the weight that
 //     gptqkit_dequantize gives, so y is what a dense gemm with it computes (weights.cuh).
-// Operands. As in gemm_narrow.cuh: W is the 16-row operand, x the 8-column one.
+// Operands. As in gemm_small_m.cuh: W is the 16-row operand, x the 8-column one.
 // Grid (token tiles of 8 * TOKENS, split, column tiles of 256), block of 4 warps, one per 64 columns. The units are
 //     dealt to the blocks of a column tile in contiguous runs. Per unit a block copies 64 inputs of all its tokens to
 //     shared memory, for all warps, and every thread its own vectors of the weight; one barrier per unit says that the
 //     tokens are there. Token rows lie 160 bytes apart there: then the eight bytes per lane of half a warp fall into
 //     32 different banks.
-// Preconditions and layouts as in gemm_narrow.cuh; any `group` that is a multiple of 16.
+// Preconditions and layouts as in gemm_small_m.cuh; any `group` that is a multiple of 16.
 // Numerics: products exact, one float32 sum per element over the block's inputs, those of blocks added in a fixed
 //     order; y is rounded once.
 #pragma once
 
 #include "weights.cuh"
 
-constexpr int kWideWarps = 4;
-constexpr int kWideColumns = kWideWarps * kTile;
+constexpr int kLargeMWarps = 4;
+constexpr int kLargeMColumns = kLargeMWarps * kTile;
 constexpr int kTokenRow = 160; // bytes
-template <int BITS> constexpr int kWideStages = BITS == 8 ? 3 : 4;
-template <int BITS> constexpr int kWideWeightBytes = kWideStages<BITS> * BITS * kWideWarps * kLanes * 16;
-template <int BITS, int TOKENS> constexpr int kWideRingBytes =
-    kWideWeightBytes<BITS> + kWideStages<BITS> * 8 * TOKENS * kTokenRow;
+template <int BITS> constexpr int kLargeMStages = BITS == 8 ? 3 : 4;
+template <int BITS> constexpr int kLargeMWeightBytes = kLargeMStages<BITS> * BITS * kLargeMWarps * kLanes * 16;
+template <int BITS, int TOKENS> constexpr int kLargeMRingBytes =
+    kLargeMWeightBytes<BITS> + kLargeMStages<BITS> * 8 * TOKENS * kTokenRow;
 
-template <class T, int BITS, int TOKENS> KERNEL(kWideWarps *kLanes, 2) gemm_wide(const GemmArguments a) {
-    constexpr int kThreads = kWideWarps * kLanes, kStages = kWideStages<BITS>;
+template <class T, int BITS, int TOKENS> KERNEL(kLargeMWarps *kLanes, 2) gemm_large_m(const GemmArguments a) {
+    constexpr int kThreads = kLargeMWarps * kLanes, kStages = kLargeMStages<BITS>;
     // Of 16 bytes: in a row of tokens, for every thread.
     constexpr int kPieces = kTile * 2 / 16, kCopies = 8 * TOKENS * kPieces / kThreads;
     DYNAMIC_SHARED(uint4, ring);
-    unsigned char *const token_ring = reinterpret_cast<unsigned char *>(ring) + kWideWeightBytes<BITS>;
+    unsigned char *const token_ring = reinterpret_cast<unsigned char *>(ring) + kLargeMWeightBytes<BITS>;
     const int thread = threadIdx.x, lane = thread % kLanes, warp = thread / kLanes, c = lane / 4, t = lane % 4;
     const int token0 = int(blockIdx.x) * 8 * TOKENS, parts = gridDim.y, part = blockIdx.y;
     const int first = int(int64_t(a.units) * part / parts), end = int(int64_t(a.units) * (part + 1) / parts);
     // Warps and tokens beyond the edges repeat the last tile and row: what they compute is never stored.
-    const int own_tile = int(blockIdx.z) * kWideWarps + warp;
+    const int own_tile = int(blockIdx.z) * kLargeMWarps + warp;
     const int tile = own_tile < a.column_tiles ? own_tile : a.column_tiles - 1;
 
     const uint4 *source = a.weight + (int64_t(tile) * a.units + first) * BITS * kLanes + lane;
@@ -121,9 +121,9 @@ template <class T, int BITS, int TOKENS> KERNEL(kWideWarps *kLanes, 2) gemm_wide
         for (int m = 0; m < TOKENS; m++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                store_shared(sums + sum_place<8 * TOKENS, kWideColumns>(0, 8 * m + 2 * t + (e & 1),
+                store_shared(sums + sum_place<8 * TOKENS, kLargeMColumns>(0, 8 * m + 2 * t + (e & 1),
                                                                         kTile * warp + 16 * i + 8 * (e >> 1) + c),
                              total[i][m][e]);
     block_barrier();
-    store_tile<T, 1, 8 * TOKENS, kWideColumns, kThreads>(sums, a);
+    store_tile<T, 1, 8 * TOKENS, kLargeMColumns, kThreads>(sums, a);
 }
