@@ -14,9 +14,8 @@ import logging
 import os
 import re
 import sys
-import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
@@ -99,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="float model to compare with, by KL divergence and top-1 agreement, or by the embeddings of an encoder",
     )
-    evaluate.add_argument("--json", type=Path, metavar="FILE", help="also write the scores to FILE")
+    evaluate.add_argument("--json", action="store_true", help="print JSON")
     _add_fields(evaluate, Evaluation)
 
     look = _add_command(commands, _inspect, "show a checkpoint's format, bits and sizes, and which programs load it")
@@ -258,8 +257,6 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     config = _from(arguments, Evaluation)
-    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
-        raise ConfigError(f"--json {arguments.json}: there is no folder {arguments.json.parent}; make it first")
     _quieten_libraries(arguments.verbose)
     import gptqkit
 
@@ -269,9 +266,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         )
     question = {"model": arguments.model, "dataset": arguments.dataset, "reference": arguments.reference}
     answer = {**question, **scores.to_dict()}
-    print(key_values(answer))
-    if arguments.json is not None:
-        _write_json(arguments.json, answer)
+    print(json.dumps(answer, indent=2) if arguments.json else key_values(answer))
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
@@ -340,21 +335,6 @@ def _override(text: str) -> tuple[str, ModuleOverride]:
 
 def _skip(text: str) -> tuple[str, ModuleOverride]:
     return text, ModuleOverride(skip=True)
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write `values` in one step: an interrupted run leaves no half file."""
-    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            json.dump(values, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _log_to_stderr(verbose: bool) -> None:
