@@ -1,8 +1,8 @@
 # Everything sets itself up: `make demo` and `make test` need no more than Python 3.10 or later.
-#   make test      the tests that take little time
+#   make test      the tests, but for the slow ones
 #   make test-all  all tests
 #   make demo      quantize the example model at 4, 3 and 2 bits, reload it and measure it
-#   make check     what CI runs: ruff, mypy, `make test`
+#   make check     what CI runs: ruff, mypy, tests
 #   make sanitize  the CUDA kernels on the emulator under AddressSanitizer and UBSan (needs g++)
 #   make clients   load our checkpoints with other programs, in environments of their own (long)
 # PYTHON is the interpreter that makes the environment, VENV where it goes.
@@ -36,12 +36,12 @@ check: $(installed)
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
-	@$(MAKE) --no-print-directory test
+	$(python) -m pytest -m "not slow"
 
 # Python does not give all its memory back, so leaks are not looked for.
 sanitize: $(installed)
 	$(python) tests/support/emulator.py build/sanitize/libgptqkit_emulator.so --sanitize
-	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	PYTHONPATH=src:tests LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		$(python) tests/support/kernel_cases.py build/sanitize/libgptqkit_emulator.so
 
 clients: $(installed)

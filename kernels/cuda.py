@@ -26,14 +26,7 @@ _linear = torch.ops.gptqkit.linear.default
 
 
 class CudaLinear(QuantLinear):
-    """Holds the layer in the kernels' layout only, see `csrc/layout.cuh`.
-
-    Attributes:
-        weight: Codes, int32 (tiles of 64 outputs, tiles of 64 inputs, bits, 32, 4), padded with 0.
-        scale: (groups, out padded to 64) float16, whatever dtype the activations have.
-        zero: In the same order: uint8, two to a byte at 2 and 3 bits, or int16 at 8 bits.
-        order: For act-order, the inputs in the order that the codes have, int32 (in,); else None.
-    """
+    """Holds weight, scale and zero as `csrc/api.h` has them, and for act-order the order of the inputs in the codes."""
 
     summary: ClassVar[str] = "computes on the packed words with the bundled CUDA kernels"
     device_type: ClassVar[str | None] = "cuda"
@@ -59,9 +52,6 @@ class CudaLinear(QuantLinear):
         """Return the layer's output, (..., out) in the dtype of `x`, which is (..., in) in that of the bias.
 
         Differentiable in x, by way of the dense weight.
-
-        Raises:
-            ShapeError: x is of another width, dtype or device than the layer.
         """
         own = cast("dict[str, Tensor]", self._buffers)  # attributes of a module cost a microsecond each
         weight, scale, zero, order, bias = own["weight"], own["scale"], own["zero"], own["order"], own["bias"]
@@ -73,12 +63,8 @@ class CudaLinear(QuantLinear):
         if x.requires_grad and torch.is_grad_enabled():
             dense = torch.ops.gptqkit.dequantize(weight, scale, zero, *self._sizes, self.in_features, x.dtype)
             return functional.linear(x, dense, bias)
-        if (
-            type(x) is not Tensor
-            or is_compiling()
-            or torch._C._get_tracing_state()
-            or torch._C._len_torch_dispatch_stack()
-        ):
+        watched = is_compiling() or torch._C._get_tracing_state() or torch._C._len_torch_dispatch_stack()
+        if watched or type(x) is not Tensor:
             return cast(Tensor, _linear(x, weight, scale, zero, bias, *self._sizes))
         # Eager calls spare the dispatcher and, as long as the tensors are the same, their check.
         layer = self._checked
@@ -118,6 +104,11 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
     `csrc/layout.cuh` says which bits of which word hold the pair (i, r) of a lane; codes beyond the last are 0.
     """
+    parts = (codes[first : first + 1024] for first in range(0, codes.shape[0] or 1, 1024))  # to take less memory
+    return torch.cat([_pack_rows(part, bits) for part in parts])
+
+
+def _pack_rows(codes: Tensor, bits: int) -> Tensor:
     padded = functional.pad(codes, (0, -codes.shape[1] % 64, 0, -codes.shape[0] % 64))
     # Outputs are (tile, i, r & 1, c), inputs (unit, step, t, r >> 1, element of the pair).
     parts = padded.view(-1, 4, 2, 8, padded.shape[1] // 64, 4, 4, 2, 2).permute(0, 4, 5, 3, 6, 1, 7, 2, 8).flatten(6, 7)

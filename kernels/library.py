@@ -40,7 +40,6 @@ class KernelLibrary:
     """A loaded library, checked for its interface's number.
 
     Attributes:
-        path: The file.
         driver: CUDA version that the driver serves, 1000 * major + 10 * minor; 0 where there is no driver.
         built: CUDA version that the library was built with; 0 in the emulator.
 
@@ -63,11 +62,7 @@ class KernelLibrary:
         self.driver, self.built = self._two_numbers("gptqkit_versions", c_int)
 
     def run(self, name: str, *arguments: object) -> None:
-        """Call a function of `csrc/api.h`.
-
-        Raises:
-            BackendError: It returned an error code; the message is the library's.
-        """
+        """Call a function of `csrc/api.h`; an error code becomes a BackendError with the library's words."""
         code = getattr(self._handle, name)(*arguments)
         if code:
             raise BackendError(f"{name}: {self._handle.gptqkit_error(code).decode(errors='replace')} (code {code})")

@@ -10,6 +10,7 @@ from gptqkit.errors import BackendError
 from gptqkit.kernels import backends
 from gptqkit.kernels.backends import BACKENDS, check_backend, find_backend
 from gptqkit.kernels.linear import CpuInt4Linear, CpuLinear, QuantLinear, TorchLinear, make_linear, summarize
+from support.kernel_cases import make_weight
 
 SHUFFLED = torch.randperm(96, generator=torch.Generator().manual_seed(3)) // 32
 UNEVEN = torch.tensor([0] * 40 + [1] * 24 + [2] * 32)
@@ -46,7 +47,7 @@ def buffer_bytes(module):
     ],
     ids=lambda settings: "-".join(settings),
 )
-def test_torch_and_cpu_use_the_exact_weight_rounded_once(make_weight, bits, settings):
+def test_torch_and_cpu_use_the_exact_weight_rounded_once(bits, settings):
     weight = make_weight(bits, **settings)
     bias = torch.randn(weight.out_features)
     for dtype in DTYPES:
@@ -58,7 +59,7 @@ def test_torch_and_cpu_use_the_exact_weight_rounded_once(make_weight, bits, sett
             assert torch.equal(kind(weight, bias, dtype)(x), expected)
 
 
-def test_any_offset_and_scale_gives_the_values_of_the_definition(make_weight):
+def test_any_offset_and_scale_gives_the_values_of_the_definition():
     for bits, scale in itertools.product((2, 8), (None, torch.rand(64, 3) + 0.1)):  # these need all of float32
         weight = make_weight(bits, scale=scale)
         zero = weight.zero_point()
@@ -71,7 +72,7 @@ def test_any_offset_and_scale_gives_the_values_of_the_definition(make_weight):
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("least_zero", [0, 1])
 @pytest.mark.parametrize("group_size", [16, 128])
-def test_torch_backend_takes_the_memory_of_a_packed_file(make_weight, bits, group_size, least_zero):
+def test_torch_backend_takes_the_memory_of_a_packed_file(bits, group_size, least_zero):
     weight = make_weight(bits, 256, 256, group_size, least_zero=least_zero)
     file = 256 * 256 * bits / 8 + weight.scale.numel() * (2 + bits / 8)
     assert buffer_bytes(TorchLinear(weight, None, torch.float16)) == file + 2  # the least zero
@@ -79,19 +80,19 @@ def test_torch_backend_takes_the_memory_of_a_packed_file(make_weight, bits, grou
     assert buffer_bytes(TorchLinear(shuffled, None, torch.float16)) == file + 2 + 4 * 256
 
 
-def test_cpu_backend_keeps_the_dense_weight_alone(make_weight):
+def test_cpu_backend_keeps_the_dense_weight_alone():
     assert buffer_bytes(CpuLinear(make_weight(), None, torch.bfloat16)) == 64 * 96 * 2
 
 
 @pytest.mark.parametrize("scale", [None, torch.full((64, 3), 1e-6).bfloat16().float()])
-def test_changing_the_dtype_does_not_round_the_weight(make_weight, scale):
+def test_changing_the_dtype_does_not_round_the_weight(scale):
     weight = make_weight(8, scale=scale)
     linear = TorchLinear(weight, torch.randn(64), torch.float32).to(torch.bfloat16).double().float()
     assert torch.equal(linear.dequantize(torch.float32), weight.dequantize())
     assert linear.bias.dtype == torch.float32
 
 
-def test_layers_hold_nothing_to_train_and_their_state_survives_saving(make_weight):
+def test_layers_hold_nothing_to_train_and_their_state_survives_saving():
     for name in ("torch", "cpu", "cpu-int4"):
         first, second = (
             make_linear(make_weight(seed=seed), torch.randn(64), torch.bfloat16, name="layer", backend=name)
@@ -107,7 +108,7 @@ def test_layers_hold_nothing_to_train_and_their_state_survives_saving(make_weigh
 
 @pytest.mark.parametrize("index", [None, SHUFFLED], ids=["natural", "act_order"])
 @pytest.mark.parametrize("tokens", [1, CpuInt4Linear.most_tokens, CpuInt4Linear.most_tokens + 1])
-def test_int4_backend_is_near(make_weight, index, tokens):
+def test_int4_backend_is_near(index, tokens):
     weight, bias = make_weight(index=index), torch.randn(64).bfloat16()
     linear = CpuInt4Linear(weight, bias, torch.bfloat16)
     x = torch.randn(1, tokens, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -118,7 +119,7 @@ def test_int4_backend_is_near(make_weight, index, tokens):
     assert torch.equal(linear(x), dense) == (tokens > CpuInt4Linear.most_tokens)
 
 
-def test_int4_backend_rounds_scales_and_zeros_to_bfloat16(make_weight):
+def test_int4_backend_rounds_scales_and_zeros_to_bfloat16():
     """Why it is never chosen automatically: what it multiplies with is not the checkpoint's weight."""
     weight = make_weight(rows=64, columns=32)
     linear = CpuInt4Linear(weight, None, torch.bfloat16)
@@ -130,7 +131,7 @@ def test_int4_backend_rounds_scales_and_zeros_to_bfloat16(make_weight):
     assert not torch.equal(product, weight.dequantize(torch.bfloat16))
 
 
-def test_automatic_choice_is_exact_and_explains_itself(make_weight):
+def test_automatic_choice_is_exact_and_explains_itself():
     layer = make_linear(make_weight(), None, torch.bfloat16, name="layer")
     assert isinstance(layer, CpuLinear)
     assert (layer.choice.name, layer.choice.fallback) == ("cpu", False)
@@ -155,14 +156,14 @@ def test_every_backend_is_found_and_torch_serves_what_the_others_may_refuse():
         ({"index": UNEVEN}, torch.bfloat16, "cannot be sorted"),
     ],
 )
-def test_an_explicit_choice_that_cannot_serve_is_an_error_that_says_why(make_weight, settings, dtype, reason):
+def test_an_explicit_choice_that_cannot_serve_is_an_error_that_says_why(settings, dtype, reason):
     weight = make_weight(**settings)
     with pytest.raises(BackendError, match=rf"'cpu-int4' cannot serve model\.layer: .*{reason}"):
         make_linear(weight, None, dtype, name="model.layer", backend="cpu-int4")
     assert "as asked for" in make_linear(weight, None, dtype, name="layer", backend="torch").choice.reason
 
 
-def test_unknown_backends_are_refused(make_weight):
+def test_unknown_backends_are_refused():
     with pytest.raises(BackendError, match="choose one of auto, cuda, cpu, torch"):
         check_backend("tpu")
     with pytest.raises(BackendError, match="backend is 'tpu'"):
@@ -180,7 +181,7 @@ class UnbuiltLinear(TorchLinear):
         return "the kernels are not built"
 
 
-def test_a_fallback_is_marked_and_explained_and_a_models_layers_are_counted(make_weight, monkeypatch):
+def test_a_fallback_is_marked_and_explained_and_a_models_layers_are_counted(monkeypatch):
     def make():
         return make_linear(make_weight(), None, torch.float32, name="layer")
 

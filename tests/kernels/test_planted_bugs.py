@@ -3,6 +3,7 @@
 Races and what blocks leave for each other are found whatever the order of threads is, so their faults are named here.
 """
 
+import os
 import re
 import shutil
 import subprocess
@@ -68,7 +69,7 @@ def objects(tmp_path_factory):
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("objects")
-    sources = [CSRC / "api.cu", CSRC / "dequantize.cu", *EMULATOR.glob("*.cc")]
+    sources = [*(CSRC / f"{name}.cu" for name in ("api", "dequantize", "sweep")), *EMULATOR.glob("*.cc")]
     subprocess.run([*HOST, f"-I{CSRC}", "-O1", "-c", "-x", "c++", *sources], cwd=folder, check=True)
     return list(folder.glob("*.o"))
 
@@ -88,6 +89,7 @@ def test_planted_bug_is_found(bug, objects, tmp_path):
     library = [*HOST, f"-I{tmp_path}", "-O0", "-shared", "-x", "c++", "gemm.cu", "-x", "none", *objects, "-o", "lib.so"]
     subprocess.run(library, cwd=tmp_path, check=True)
     cases = [sys.executable, ROOT / "tests" / "support" / "kernel_cases.py", tmp_path / "lib.so", "--bits", str(bits)]
-    done = subprocess.run(cases, capture_output=True, text=True, check=False)
+    path = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
+    done = subprocess.run(cases, env=os.environ | path, capture_output=True, text=True, check=False)
     assert (done.returncode == 0) == (words is None), done.stderr
     assert words is None or re.search(words, done.stderr), done.stderr

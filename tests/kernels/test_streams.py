@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gptqkit.kernels.cuda import CudaLinear
+from support.kernel_cases import make_weight, random
 
 pytestmark = pytest.mark.gpu
 
@@ -11,13 +12,13 @@ ROUNDS = 50
 
 
 @pytest.fixture
-def linear(make_weight):
+def linear():
     """A layer whose products with few rows are split between blocks."""
     return CudaLinear(make_weight(rows=256, columns=8192, group_size=128).to("cuda"), None, torch.float16)
 
 
-def random(*shape, seed=1):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to("cuda", torch.float16)
+def on_gpu(*shape, seed=1):
+    return random(*shape, seed=seed).to("cuda", torch.float16)
 
 
 def capture(linear, x):
@@ -31,18 +32,18 @@ def capture(linear, x):
 
 @pytest.mark.parametrize("rows", [4, 700])  # both paths
 def test_graphs_replay_with_new_inputs(linear, rows):
-    x = random(rows, 8192)
+    x = on_gpu(rows, 8192)
     linear(x)
     graph, y = capture(linear, x)
     for seed in range(3):
-        x.copy_(random(rows, 8192, seed=seed))
+        x.copy_(on_gpu(rows, 8192, seed=seed))
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(y, linear(x))
 
 
 def test_graphs_and_eager_calls_run_side_by_side(linear):
-    x = random(4, 8192)
+    x = on_gpu(4, 8192)
     expected = linear(x)
     graphs = [capture(linear, x) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(4)]
@@ -60,7 +61,7 @@ def test_graphs_and_eager_calls_run_side_by_side(linear):
 
 
 def test_calls_follow_the_current_stream(linear):
-    x, values, stream = torch.zeros(4, 8192, dtype=torch.float16, device="cuda"), random(4, 8192), torch.cuda.Stream()
+    x, values, stream = torch.zeros(4, 8192, dtype=torch.float16, device="cuda"), on_gpu(4, 8192), torch.cuda.Stream()
     expected = linear(values)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -75,19 +76,19 @@ def test_calls_follow_the_current_stream(linear):
 def test_compiles_with_graphs(linear):
     pytest.importorskip("triton")
     compiled = torch.compile(linear, fullgraph=True, mode="reduce-overhead")
-    x = random(4, 8192)
+    x = on_gpu(4, 8192)
     with torch.no_grad():
         for _ in range(4):
             assert torch.equal(compiled(x).clone(), linear(x))
 
 
-def test_more_activations_than_32_bits_count(make_weight):
+def test_more_activations_than_32_bits_count():
     linear = CudaLinear(make_weight(columns=4096, group_size=128).to("cuda"), None, torch.float16)
     rows = 2**31 // 4096 + 1000
     if torch.cuda.mem_get_info()[0] < 3 * rows * 4096 * 2:
         pytest.skip("needs more memory")
     x = torch.zeros(rows, 4096, dtype=torch.float16, device="cuda")
-    x[-8:] = random(8, 4096)
+    x[-8:] = on_gpu(8, 4096)
     expected = linear(x[-8:])
     layer = (linear.weight, linear.scale, linear.zero, None, 4, 128, 64)
     for split in (0, 1):
@@ -95,7 +96,7 @@ def test_more_activations_than_32_bits_count(make_weight):
         assert torch.allclose(y[-8:], expected, rtol=1e-2, atol=1e-2)
 
 
-def test_more_weights_than_32_bits_count(make_weight):
+def test_more_weights_than_32_bits_count():
     weight = make_weight(bits=2, columns=1024, group_size=1024)
     small = CudaLinear(weight.to("cuda"), None, torch.float16)
     copies = 2**31 // (64 * 1024) + 1
@@ -105,5 +106,5 @@ def test_more_weights_than_32_bits_count(make_weight):
     sizes = (2, 1024, 64 * copies)
     dense = torch.ops.gptqkit.dequantize(*tensors, *sizes, 1024, torch.float16)
     assert torch.equal(dense[-64:].cpu(), weight.dequantize(torch.float16))
-    x = random(3, 1024)
+    x = on_gpu(3, 1024)
     assert torch.equal(torch.ops.gptqkit.linear(x, *tensors, None, *sizes)[:, -64:], small(x))
