@@ -28,7 +28,7 @@ def edit(file, **changes):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A Llama in float16 with tied embeddings and biases in the attention, but in the MLP."""
+    """A Llama in float16 with tied embeddings, and biases in the attention alone."""
     save(build("llama").half(), tmp_path / "model")
     return quantize(tmp_path / "model", tmp_path / "q", method="rtn").path
 
