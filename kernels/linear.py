@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from importlib import import_module
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.nn import functional
 from ..errors import BackendError
 from ..export.bits import pack, unpack
 from ..quantizer.quantized import QuantizedWeight
-from .backends import BACKENDS, check_backend, find_backend
+from .backends import BACKENDS, check_backend
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,12 @@ class CpuInt4Linear(TorchLinear):
         rows = x.reshape(-1, self.in_features)[:, self.order]
         y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, self.group_size, self.grid)
         return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], self.out_features)
+
+
+def find_backend(name: str) -> type[QuantLinear]:
+    """Return the class of the backend called `name`, one of `BACKENDS`."""
+    module, _, attribute = BACKENDS[name].rpartition(".")
+    return cast("type[QuantLinear]", getattr(import_module(f"gptqkit.{module}"), attribute))
 
 
 def make_linear(

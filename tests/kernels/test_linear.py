@@ -8,8 +8,16 @@ import torch
 
 from gptqkit.errors import BackendError
 from gptqkit.kernels import backends
-from gptqkit.kernels.backends import BACKENDS, check_backend, find_backend
-from gptqkit.kernels.linear import CpuInt4Linear, CpuLinear, QuantLinear, TorchLinear, make_linear, summarize
+from gptqkit.kernels.backends import BACKENDS, check_backend
+from gptqkit.kernels.linear import (
+    CpuInt4Linear,
+    CpuLinear,
+    QuantLinear,
+    TorchLinear,
+    find_backend,
+    make_linear,
+    summarize,
+)
 from support.kernel_cases import make_weight
 
 SHUFFLED = torch.randperm(96, generator=torch.Generator().manual_seed(3)) // 32
