@@ -40,8 +40,8 @@ check: $(installed)
 
 # Python does not give all its memory back, so leaks are not looked for.
 sanitize: $(installed)
-	$(python) kernels/build.py build/sanitize/libgptqkit_emulator.so --emulator --sanitize
-	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	$(python) tests/support/emulator.py build/sanitize/libgptqkit_emulator.so --sanitize
+	PYTHONPATH=src:tests LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		$(python) tests/support/kernel_cases.py build/sanitize/libgptqkit_emulator.so
 
 clients: $(installed)

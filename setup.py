@@ -6,7 +6,6 @@ The environment variable GPTQKIT_KERNELS changes that: "required" makes their ab
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -18,7 +17,7 @@ ROOT = Path(__file__).parent
 SETTINGS = ("auto", "required", "never")
 
 spec = importlib.util.spec_from_file_location("kernel_build", ROOT / "kernels" / "build.py")
-kernel_build = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look it up there
+kernel_build = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(kernel_build)
 
 

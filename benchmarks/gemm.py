@@ -17,11 +17,10 @@ import time
 from pathlib import Path
 
 import torch
-from layers import random_layer
+from layers import random_operands
 from timing import clone_tensors, copies_past_cache, copy_bandwidth, describe, find_gpu, graph_time
 
-from gptqkit.kernels.gemm import repack
-from gptqkit.kernels.launcher import launcher_for
+from gptqkit.kernels.ops import launcher_for
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 SHAPES = ("4096x4096", "8192x28672", "28672x8192", "4096x14336")  # out x in
@@ -59,15 +58,14 @@ def measure_dense(shape, dtype, rows, device) -> dict:
 
 def measure_packed(shape, dtype, rows, device, bits, group_size) -> dict:
     """The product with a packed weight, on the path that the library chooses."""
-    layer = repack(random_layer(*shape, bits=bits, group_size=group_size, device=device))
-    weights = rotate((layer.weight, layer.scale, layer.zero), device)
+    *tensors, bias, bits, group_size, outputs = random_operands(*shape, bits=bits, group_size=group_size, device=device)
 
     def product(x: torch.Tensor, *weight: torch.Tensor) -> torch.Tensor:
-        return torch.ops.gptqkit.linear(x, *weight, None, bits, layer.group_size, layer.out_features)
+        return torch.ops.gptqkit.linear(x, *weight, bias, bits, group_size, outputs)
 
-    results = measure(weights, product, shape, dtype, rows, device)
+    results = measure(rotate(tuple(tensors), device), product, shape, dtype, rows, device)
     for count, result in results.items():
-        result["path"] = "fused" if launcher_for(device).tuning.fused(bits, count) else "dense"
+        result["path"] = "fused" if launcher_for(device).choose_split(bits, count, *shape) else "dense"
     return results
 
 

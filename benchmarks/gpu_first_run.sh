@@ -69,8 +69,8 @@ fi
 # Warnings of another torch than the one developed with, and a file that cannot be imported, cost only what they are.
 pytest=("$python" -m pytest -p no:cacheprovider -W default --continue-on-collection-errors -m gpu)
 if has pytest; then
-    step subnormals 30 "${pytest[@]}" -k unit_inputs tests/kernels/test_gemm.py
-    step tests 100 "${pytest[@]}" tests/kernels/test_{gemm,operands,ops,cuda_backend,streams,sweep}.py
+    step subnormals 30 "${pytest[@]}" -k unit_inputs tests/kernels/test_cuda.py
+    step tests 100 "${pytest[@]}" tests/kernels/test_{cuda,streams,sweep}.py
     if has "gptqkit.quantizing"; then
         step models 40 "${pytest[@]}" tests/test_kernels_in_models.py tests/test_gpu.py
     else

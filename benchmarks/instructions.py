@@ -24,7 +24,7 @@ ARCHITECTURE = "90"
 BANDWIDTH = 3.0e12  # bytes per second that a copy moves on an H100
 SLOTS = 132 * 4 * 1.755e9  # per second: multiprocessors, their schedulers, the clock
 GROUP_UNITS = 2  # units of a group of 128 inputs
-KERNEL = re.compile(r"gemm_(narrow|wide)I\d+(B?Float16)Li(\d)ELi(\d)E(?:Lb(\d)E)?")
+KERNEL = re.compile(r"gemm_(small|large)_mI\d+(B?Float16)Li(\d)ELi(\d)E(?:Lb(\d)E)?")
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);")
 JUMP = re.compile(r"BRA .*0x([0-9a-f]+)")
 
@@ -34,7 +34,7 @@ class Loop:
     """One kernel's main loop, per unit.
 
     Attributes:
-        kernel: "narrow" or "wide".
+        kernel: "small" or "large", by the rows of x.
         dtype: Of activations.
         bits: Per code.
         tokens: Rows of x in a tile.
@@ -90,9 +90,8 @@ def read_loop(text: str) -> Loop | None:
         return None
     loop = main_loop(text)
     parts = optional_parts(loop)
-    places = (
-        max(1, len(parts)) if name[1] == "wide" else 1
-    )  # gemm_wide looks for the end of a group in each step of a unit
+    # gemm_large_m looks for the end of a group in each step of a unit.
+    places = max(1, len(parts)) if name[1] == "large" else 1
     return Loop(
         kernel=name[1],
         dtype=name[2].lower(),

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import torch
 
-from gptqkit.kernels.packed import PackedWeight
+from gptqkit.kernels.cuda import CudaLinear
+from gptqkit.quantizer.quantized import QuantizedWeight
 
 
-def random_layer(
-    rows: int, columns: int, *, bits: int, group_size: int, device: torch.device, seed: int = 0
-) -> PackedWeight:
-    """A packed layer (rows out, columns in) with random codes and zeros, and scales that keep outputs near 1."""
-    generator = torch.Generator(device).manual_seed(seed)
+def random_weight(rows: int, columns: int, *, bits: int, group_size: int, device: torch.device) -> QuantizedWeight:
+    """Return a weight (rows out, columns in) with random codes and zeros, and scales that keep outputs near 1."""
     groups = -(-columns // group_size)
-    words = {"low": -(2**31), "high": 2**31 - 1, "dtype": torch.int32, "device": device, "generator": generator}
-    scales = torch.rand(groups, rows, device=device, generator=generator) + 0.5
-    return PackedWeight(
-        name=f"random {rows} x {columns}",
-        qweight=torch.randint(size=(columns * bits // 32, rows), **words),
-        qzeros=torch.randint(size=(groups, rows * bits // 32), **words),
-        scales=(scales * 2**-bits * columns**-0.5).half(),
-        g_idx=(torch.arange(columns, device=device) // group_size).int(),
-        bias=None,
+    scale = ((torch.rand(rows, groups, device=device) + 0.5) * 2**-bits * columns**-0.5).half().float()
+    return QuantizedWeight(
+        codes=torch.randint(0, 2**bits, (rows, columns), dtype=torch.uint8, device=device),
+        scale=scale,
+        offset=-(torch.randint(0, 2**bits, (rows, groups), device=device) * scale),
+        group_index=(torch.arange(columns, device=device) // group_size).int(),
         bits=bits,
         group_size=group_size,
-        zero_offset=0,
-        act_order=False,
+        sym=False,
     )
+
+
+def random_operands(rows: int, columns: int, *, bits: int, group_size: int, device: torch.device) -> tuple:
+    """Return what `torch.ops.gptqkit.linear` takes behind x for such a weight, without a split."""
+    weight = random_weight(rows, columns, bits=bits, group_size=group_size, device=device)
+    layer = CudaLinear(weight, None, torch.float16)
+    return layer.weight, layer.scale, layer.zero, None, bits, group_size, rows

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 from decoder import Decoder, Sizes
-from layers import random_layer
+from layers import random_weight
 from timing import describe, find_gpu, graph_time
 from torch import nn
 
-from gptqkit.kernels.cuda_backend import CudaLinear
+from gptqkit.kernels.cuda import CudaLinear
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT = 512
@@ -37,7 +37,8 @@ def make_model(bits: int, sizes: Sizes, group_size: int, device: torch.device) -
         if bits == FLOAT:
             linear = nn.Linear(columns, rows, bias=False, device=device, dtype=torch.float16)
             return linear.requires_grad_(False)
-        return CudaLinear(random_layer(rows, columns, bits=bits, group_size=group_size, device=device), torch.float16)
+        weight = random_weight(rows, columns, bits=bits, group_size=group_size, device=device)
+        return CudaLinear(weight, None, torch.float16)
 
     return Decoder(sizes, make, device, torch.float16)
 

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 import gptqkit
-from gptqkit.calibration.windows import load_windows
 from gptqkit.loading import load_float
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -98,21 +97,16 @@ def main() -> None:
         if {key: before.get(key) for key in settings} == settings:
             report = before
     model, tokenizer = load_float(arguments.model, device=arguments.device)
-    windows = load_windows(
-        arguments.calibration, tokenizer, samples=arguments.samples, sequence_length=arguments.sequence_length
+    calibration = gptqkit.Calibration(
+        arguments.calibration, samples=arguments.samples, sequence_length=arguments.sequence_length
+    )
+    how = gptqkit.Evaluation(
+        sequence_length=arguments.sequence_length, max_windows=arguments.windows, device=arguments.device
     )
 
     def scores_of(what: Any, reference: Any | None) -> dict[str, Any]:
         return {
-            name: gptqkit.evaluate(
-                what,
-                file,
-                reference=reference,
-                tokenizer=tokenizer,
-                sequence_length=arguments.sequence_length,
-                max_windows=arguments.windows,
-                device=arguments.device,
-            ).to_dict()
+            name: gptqkit.evaluate(what, file, how, reference=reference, tokenizer=tokenizer).to_dict()
             for name, file in datasets.items()
         }
 
@@ -130,22 +124,13 @@ def main() -> None:
             bits=row["bits"],
             sym=row["sym"],
             group_size=arguments.group_size,
-            format="gptq_v2",
             **ORDERS[row["order"]],
         )
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "checkpoint"
-            result = gptqkit.quantize(
-                model,
-                windows.input_ids,
-                out,
-                config,
-                tokenizer=tokenizer,
-                samples=arguments.samples,
-                sequence_length=arguments.sequence_length,
-                device=arguments.device,
-            )
+            run = gptqkit.Run(device=arguments.device)
+            result = gptqkit.quantize(arguments.model, calibration, out, config, run=run)
             seconds = time.perf_counter() - start
             scores = scores_of(out, model)
         modules = result.report.modules

@@ -4,8 +4,9 @@
 
 Parts: statistics (H from tokens), factorisation, sweep (grids, codes, error propagation), packing. Floors, in brackets
 and from the same process: the product x xT; a product with the Cholesky factorisation's n^3 / 3 operations; the two
-products per block that bring a block up to date. Times are the best of the repeats, in seconds. Where the sweep ran on
-our kernel, the same sweep in torch stands beside it.
+products per block that bring a block up to date. Times are the best of the repeats, in seconds. Beside the statistics
+stand those of full products summed in float64, 1024 rows at a time; where the sweep ran on our kernel, also the same
+sweep in torch.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ from unittest import mock
 
 import torch
 
-from gptqkit.calibration.hessian import InputStatistics
-from gptqkit.export.gptq import to_tensors
+from gptqkit.calibration.statistics import InputStatistics, full_float32
+from gptqkit.export.formats import find_format
 from gptqkit.kernels.sweep import sweep_library
-from gptqkit.quantizer import solver
+from gptqkit.quantizer import gptq
 from gptqkit.quantizer.config import QuantizeConfig
 from gptqkit.quantizer.factor import factorize
+from gptqkit.quantizer.methods import Moments
 from gptqkit.quantizer.order import column_order
-from gptqkit.quantizer.solver import solve_gptq
 
 PARTS = ("statistics", "factorisation", "sweep", "packing")
+IN_FULL = "statistics of full products in float64"
 IN_TORCH = "sweep in torch"
+FULL_ROWS = 1024
 SHAPES = ((1024, 1024), (4096, 4096), (4096, 11008))  # (out, in)
 
 
@@ -44,6 +47,14 @@ def best_time(work: Callable[[], object], device: torch.device, repeats: int) ->
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
     return min(times)
+
+
+def add_full_products(inputs: torch.Tensor) -> None:
+    """The sum of x xT, both triangles, in float64."""
+    total = torch.zeros(inputs.shape[1], inputs.shape[1], device=inputs.device, dtype=torch.float64)
+    with full_float32():
+        for part, columns in zip(total.split(FULL_ROWS), inputs.split(FULL_ROWS, dim=1), strict=True):
+            part += columns.T @ inputs
 
 
 def measure(rows: int, columns: int, config: QuantizeConfig, device: torch.device, tokens: int, repeats: int) -> dict:
@@ -62,17 +73,21 @@ def measure(rows: int, columns: int, config: QuantizeConfig, device: torch.devic
         static_groups=config.static_groups,
         act_group_aware=bool(config.act_group_aware),
     )
-    parts = {"statistics": best_time(lambda: InputStatistics(columns, device).update(inputs), device, repeats)}
-    parts["factorisation"] = best_time(
-        lambda: factorize(hessian, order.permutation, config.damp, torch.float32), device, repeats
-    )
-    solved = solve_gptq(weight, hessian, config)
-    parts["sweep"] = best_time(lambda: solve_gptq(weight, hessian, config), device, repeats) - parts["factorisation"]
+    parts = {
+        "statistics": best_time(lambda: InputStatistics(columns, device).update(inputs), device, repeats),
+        IN_FULL: best_time(lambda: add_full_products(inputs), device, repeats),
+        "factorisation": best_time(
+            lambda: factorize(hessian, order.permutation, config.damp_percent, torch.float32), device, repeats
+        ),
+    }
+    layout = find_format(config.format)
+    moments = Moments(hessian=hessian)  # keeps the factor, so that only the first of these solutions makes one
+    solved = gptq.solve_gptq(weight, moments, config, layout.snap)
+    parts["sweep"] = best_time(lambda: gptq.solve_gptq(weight, moments, config, layout.snap), device, repeats)
     if sweep_library(weight) is not None:
-        with mock.patch.object(solver, "sweep_library", return_value=None):
-            in_torch = best_time(lambda: solve_gptq(weight, hessian, config), device, repeats)
-        parts[IN_TORCH] = in_torch - parts["factorisation"]
-    parts["packing"] = best_time(lambda: to_tensors(solved.weight, config.format), device, repeats)
+        with mock.patch.object(gptq, "sweep_library", return_value=None):
+            parts[IN_TORCH] = best_time(lambda: gptq.solve_gptq(weight, moments, config, layout.snap), device, repeats)
+    parts["packing"] = best_time(lambda: layout.pack(solved.weight), device, repeats)
 
     block = config.block_size
     error = weight.T.contiguous()
@@ -123,6 +138,8 @@ def main() -> None:
             f"{rows:>6} x {columns:>5} | "
             + " | ".join(f"{cell:>15}" for cell in cells)
             + f" | factorise + sweep + pack = {result['times_floor']:.2f} x their matrix products"
+            + f" | {IN_FULL} {result['seconds'][IN_FULL]:.3f}"
+            + f" = {result['seconds'][IN_FULL] / result['seconds']['statistics']:.2f} x ours"
             + (f" | {IN_TORCH} {result['seconds'][IN_TORCH]:.3f}" if IN_TORCH in result["seconds"] else ""),
             flush=True,
         )

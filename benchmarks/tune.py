@@ -1,4 +1,4 @@
-"""Measure this GPU's constants (`kernels/tuning.py`) and write them to kernels/devices/<its name>.json.
+"""Measure this GPU's constants (`Tuning` in kernels/ops.py) and write them to kernels/devices/<its name>.json.
 
     python benchmarks/tune.py [--dry-run]
 
@@ -14,17 +14,13 @@ import dataclasses
 import itertools
 import json
 import math
-from pathlib import Path
 
 import torch
-from layers import random_layer
+from layers import random_operands
 from timing import clone_tensors, copies_past_cache, describe, find_gpu, graph_time
 
-from gptqkit.kernels.gemm import repack
-from gptqkit.kernels.launcher import Launcher, launcher_for
-from gptqkit.kernels.tuning import Tuning, file_name
+from gptqkit.kernels.ops import BITS, DEVICES, Launcher, file_name, launcher_for
 
-BITS = (2, 3, 4, 8)
 SHAPES = ((4096, 4096), (4096, 14336), (8192, 28672), (1024, 4096))  # (out, in)
 FEW = (1, 8, 16)
 MANY = (32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024)
@@ -33,21 +29,18 @@ LEAST = (256, 512, 1024)
 DENSE_SHAPES = ((8192, 28672), (28672, 8192), (4096, 4096))
 DENSE_ROWS = (512, 2048)
 DENSE_MEGABYTES = (16, 32, 64, 128, 512)
-FOLDER = Path(__file__).parent.parent / "kernels" / "devices"
 
 
 def operands(shape: tuple[int, int], bits: int, launcher: Launcher) -> list[tuple]:
     """Enough copies of one layer to rotate past the cache."""
-    layer = repack(random_layer(*shape, bits=bits, group_size=128, device=launcher.device))
-    tensors = (layer.weight, layer.scale, layer.zero)
-    copies = copies_past_cache(layer.weight.numel() * 4, launcher.device)
-    rest = (None, bits, layer.group_size, layer.out_features)
-    return [(*clone_tensors(tensors), *rest) for _ in range(copies)]
+    layer = random_operands(*shape, bits=bits, group_size=128, device=launcher.device)
+    return [clone_tensors(layer) for _ in range(copies_past_cache(layer[0].numel() * 4, launcher.device))]
 
 
-def constants(launcher: Launcher, **changes: float) -> Tuning:
-    """The launcher's constants with some of them changed."""
-    return dataclasses.replace(launcher.tuning, **changes)
+def with_constants(launcher: Launcher, **changes: float) -> Launcher:
+    """The launcher with some of its constants changed."""
+    tuning = dataclasses.replace(launcher.tuning, **changes)
+    return Launcher(launcher.library, launcher.device, tuning, launcher.multiprocessors)
 
 
 def find_split(launcher: Launcher) -> tuple[float, int]:
@@ -58,14 +51,13 @@ def find_split(launcher: Launcher) -> tuple[float, int]:
         weights = operands(shape, bits, launcher)
         for rows in FEW:
             x = torch.randn(rows, shape[1], dtype=torch.float16, device=launcher.device)
-            _, tiles = launcher.library.workspace(rows, *shape, 2)
             seconds: dict[int, float] = {}
             splits = {}
             for blocks, least in choices:
-                tuning = constants(launcher, blocks_per_multiprocessor=blocks, least_inputs_per_block=least)
-                split = splits[blocks, least] = tuning.split(tiles, shape[1], launcher.multiprocessors)
+                other = with_constants(launcher, blocks_per_multiprocessor=blocks, least_inputs_per_block=least)
+                split = splits[blocks, least] = other.choose_split(bits, rows, *shape)
                 if split not in seconds:
-                    seconds[split] = graph_time(lambda w, x=x, s=split: launcher.gemm(x, *w, s), weights, rounds=3)
+                    seconds[split] = graph_time(lambda w, x=x, s=split: launcher.linear(x, *w, s), weights, rounds=3)
             best = min(seconds.values())
             for choice, split in splits.items():
                 loss[choice] += math.log(seconds[split] / best)
@@ -80,8 +72,8 @@ def find_dense_bytes(launcher: Launcher) -> int:
         weights = operands(shape, 4, launcher)
         x = torch.randn(rows, shape[1], dtype=torch.float16, device=launcher.device)
         for megabytes in DENSE_MEGABYTES:
-            launcher.tuning = constants(launcher, dense_bytes=megabytes << 20)
-            seconds = graph_time(lambda w, x=x: launcher.dense_product(x, *w), weights, rounds=3)
+            other = with_constants(launcher, dense_bytes=megabytes << 20)
+            seconds = graph_time(lambda w, x=x, other=other: other.linear(x, *w, 0), weights, rounds=3)
             print(f"{shape}, {rows} rows, {megabytes} MB at a time: {seconds * 1e6:.1f}")
             loss[megabytes] += math.log(seconds)
     return min(loss, key=loss.__getitem__) << 20
@@ -90,14 +82,14 @@ def find_dense_bytes(launcher: Launcher) -> int:
 def find_crossover(launcher: Launcher, bits: int) -> int:
     """The first of `MANY` numbers of rows at which the dense path is not slower, over two shapes."""
     both = [operands(shape, bits, launcher) for shape in SHAPES[:2]]
+    always_fused = with_constants(launcher, crossover=dict.fromkeys(BITS, 1 << 30))
     for rows in MANY:
         gain = 0.0
         for shape, weights in zip(SHAPES, both, strict=False):
             x = torch.randn(rows, shape[1], dtype=torch.float16, device=launcher.device)
-            _, tiles = launcher.library.workspace(rows, *shape, 2)
-            split = launcher.tuning.split(tiles, shape[1], launcher.multiprocessors)
-            fused = graph_time(lambda w, x=x, s=split: launcher.gemm(x, *w, s), weights, rounds=3)
-            dense = graph_time(lambda w, x=x: launcher.dense_product(x, *w), weights, rounds=3)
+            split = always_fused.choose_split(bits, rows, *shape)
+            fused = graph_time(lambda w, x=x, s=split: launcher.linear(x, *w, s), weights, rounds=3)
+            dense = graph_time(lambda w, x=x: launcher.linear(x, *w, 0), weights, rounds=3)
             gain += math.log(fused / dense)
         print(f"{bits} bits, {rows} rows: the fused kernel takes {math.exp(gain / 2):.2f} of the dense path's time")
         if gain >= 0:
@@ -114,19 +106,15 @@ def main() -> None:
     measured = describe(device)
     launcher = launcher_for(device)
     blocks, least = find_split(launcher)
-    launcher.tuning = constants(launcher, blocks_per_multiprocessor=blocks, least_inputs_per_block=least)
-    launcher.tuning = constants(launcher, dense_bytes=find_dense_bytes(launcher))
-    content = {
-        "blocks_per_multiprocessor": blocks,
-        "least_inputs_per_block": least,
-        "crossover": {str(bits): find_crossover(launcher, bits) for bits in BITS},
-        "dense_bytes": launcher.tuning.dense_bytes,
-        "measured": measured,
-    }
+    launcher = with_constants(launcher, blocks_per_multiprocessor=blocks, least_inputs_per_block=least)
+    launcher = with_constants(launcher, dense_bytes=find_dense_bytes(launcher))
+    launcher = with_constants(launcher, crossover={bits: find_crossover(launcher, bits) for bits in BITS})
+    content = {"measured": measured, "constants": dataclasses.asdict(launcher.tuning)}
     text = json.dumps(content, indent=2) + "\n"
     print(text)
     if not arguments.dry_run:
-        (FOLDER / file_name(str(measured["device"]))).write_text(text)
+        DEVICES.mkdir(exist_ok=True)
+        (DEVICES / file_name(str(measured["device"]))).write_text(text)
 
 
 if __name__ == "__main__":

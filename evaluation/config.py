@@ -14,21 +14,21 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 class Evaluation:
     """Every setting of an evaluation.
 
-    Every field is an option of the command line, whose help is the text below.
+    Every field is an option of the command line, whose help is the text below. A loaded model runs where and as it is.
 
     Attributes:
-        sequence_length: Tokens per window; by default 2048, or the model's maximum if that is less. Longer documents of
-            an encoder's data set are cut.
-        stride: Tokens from the start of a window to the start of the next; by default windows do not overlap. Not for
-            encoders.
-        max_windows: Use only the first windows.
+        sequence_length: Tokens per window; by default 2048, or the model's maximum if that is less. An
+            encoder's documents are cut to that length.
+        stride: Tokens from the start of one window to the start of the next; by default windows do not overlap. Not
+            for encoders.
+        max_windows: Use only so many windows, from the start of the text; by default all.
         batch_size: Windows per forward pass.
-        device: "cpu", "cuda", "cuda:1" or so, for models given by path or id; "auto" takes a GPU if there is one.
-        backend: What runs the quantized layers; anything but "auto" fails where it cannot serve one of them.
-        dtype: Of activations; "auto": the checkpoint's, but float32 for float16 on a CPU.
-        column: Text column of structured files and data sets; by default found by its name.
+        device: "cpu", "cuda" or, for example, "cuda:1"; "auto" takes a GPU if there is one.
+        backend: What runs the quantized layers; it is an error if one that is named cannot run all of them.
+        dtype: Type of the activations; "auto" is the checkpoint's own, but float32 instead of float16 on a CPU.
+        column: Column that holds the text, in structured files and data sets; by default found by its name.
         split: Split of a Hub data set; by default "test".
-        trust_remote_code: Run the Python code that a float model brings along.
+        trust_remote_code: Run the Python code that comes with a float model.
 
     Raises:
         ConfigError: A value that cannot be.

@@ -61,35 +61,26 @@ def main() -> int:
 def quantize_and_measure(method: str, bits: int) -> tuple[float, float]:
     """Perplexities of the checkpoint as reloaded, and of the float model with the solver's weights put into it."""
     out = OUT / f"{method}-{bits}bit"
-    result = gptqkit.quantize(
+    calibration = gptqkit.Calibration(CALIBRATION, samples=SAMPLES, sequence_length=SEQUENCE_LENGTH)
+    gptqkit.quantize(
         MODEL,
-        calibration=None if method == "rtn" else CALIBRATION,
-        out=out,
-        config=gptqkit.QuantizeConfig(bits=bits, group_size=GROUP_SIZE, sym=False, method=method, format="gptq_v2"),
-        samples=SAMPLES,
-        sequence_length=SEQUENCE_LENGTH,
-        device=DEVICE,
-        overwrite=True,
+        None if method == "rtn" else calibration,
+        out,
+        gptqkit.QuantizeConfig(bits=bits, group_size=GROUP_SIZE, sym=False, method=method),
+        run=gptqkit.Run(device=DEVICE, overwrite=True),
     )
     model, tokenizer = load_float(MODEL, device=DEVICE, dtype=torch.float32)
+    checkpoint = gptqkit.open_checkpoint(out)
     with torch.no_grad():
-        for name, weight in result.weights.items():
-            model.get_submodule(name).weight.copy_(weight.dequantize())
+        for name in checkpoint.layers:
+            model.get_submodule(name).weight.copy_(checkpoint.weight(name).dequantize())
     return perplexity(out), perplexity(model, tokenizer)
 
 
 def perplexity(model: object, tokenizer: object = None) -> float:
     """Perplexity of a checkpoint, or of a model in memory, in float32."""
-    scores = gptqkit.evaluate(
-        model,
-        dataset=TEST,
-        tokenizer=tokenizer,
-        sequence_length=SEQUENCE_LENGTH,
-        max_windows=TEST_WINDOWS,
-        device=DEVICE,
-        dtype=torch.float32,
-    )
-    return scores.perplexity
+    how = gptqkit.Evaluation(sequence_length=SEQUENCE_LENGTH, max_windows=TEST_WINDOWS, device=DEVICE, dtype="float32")
+    return gptqkit.evaluate(model, TEST, how, tokenizer=tokenizer).perplexity
 
 
 if __name__ == "__main__":

@@ -10,30 +10,22 @@ MODEL = EXAMPLES / "models" / "gutenberg-llama-6m"
 
 def main() -> None:
     """Quantize, reload, generate and measure."""
-    config = gptqkit.QuantizeConfig(bits=3, group_size=128, sym=False, method="gptaq")
     result = gptqkit.quantize(
         MODEL,
-        calibration=EXAMPLES / "data" / "calibration.txt",
-        out="demo-out/quickstart",
-        config=config,
-        samples=64,
-        sequence_length=512,
-        overwrite=True,
+        gptqkit.Calibration(EXAMPLES / "data" / "calibration.txt", samples=64, sequence_length=512),
+        "demo-out/quickstart",
+        gptqkit.QuantizeConfig(bits=3, group_size=128, sym=False, method="gptaq"),
+        run=gptqkit.Run(overwrite=True),
     )
-    for module in result.report.to_dict()["modules"][:7]:
-        print(f"{module['name']}: error {module['error']:.4f}, plain rounding {module['rounding_error']:.4f}")
+    for module in result.report.modules[:7]:
+        print(f"{module.name}: error {module.error:.4f}, plain rounding {module.rounding_error:.4f}")
 
-    model, tokenizer = gptqkit.load("demo-out/quickstart")
+    model, tokenizer = gptqkit.load(result.path)
     prompt = tokenizer("It was a dark night, and the captain", return_tensors="pt").to(model.device)
     print(tokenizer.decode(model.generate(**prompt, max_new_tokens=30, do_sample=False)[0]))
 
-    scores = gptqkit.evaluate(
-        "demo-out/quickstart",
-        dataset=EXAMPLES / "data" / "heldout.txt",
-        reference=MODEL,
-        sequence_length=512,
-        max_windows=40,
-    )
+    how = gptqkit.Evaluation(sequence_length=512, max_windows=40)
+    scores = gptqkit.evaluate(result.path, EXAMPLES / "data" / "heldout.txt", how, reference=MODEL)
     print(f"perplexity {scores.perplexity:.3f}, KL divergence from the float model {scores.kl_divergence:.4f}")
 
 

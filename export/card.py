@@ -23,45 +23,48 @@ def pipeline_tag(directory: Path) -> str:
     return "image-text-to-text" if "vision_config" in read_json(directory / "config.json") else "text-generation"
 
 
-def model_card(report: Mapping[str, Any], quantization: Mapping[str, Any], pipeline: str = "text-generation") -> str:
+def model_card(report: Mapping[str, Any], pipeline: str = "text-generation") -> str:
     """Return README.md: front matter, settings, measured perplexity, errors per layer, how to load the checkpoint.
 
     Args:
-        report: The quantization report, as written to quantization_report.json. Keys that are missing are left out.
-        quantization: The quantization config, as written to quantize_config.json.
+        report: The quantization report, as written to quantization_report.json. Keys that are missing are left out, but
+            for "config", the settings, which must be there.
         pipeline: What the model is for; see `pipeline_tag`.
     """
-    model = report.get("model")
-    title = f"{str(model).rsplit('/', 1)[-1]}, {quantization['bits']}-bit GPTQ" if model else "GPTQ checkpoint"
+    model, config = report.get("model"), report["config"]
+    kind = f"{config['bits']}-bit {_family(config).upper()}"
     sections = [
-        _front_matter(model, quantization, pipeline),
-        f"# {title}",
-        _settings(report, quantization),
+        _front_matter(model, config, pipeline),
+        f"# {str(model).rsplit('/', 1)[-1]}, {kind}" if model else f"# {kind} checkpoint",
+        _settings(report, config),
         _perplexity(report.get("perplexity") or []),
         _errors(report.get("modules") or []),
-        _loading(quantization, pipeline),
+        _loading(config, pipeline),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _front_matter(model: object, quantization: Mapping[str, Any], pipeline: str) -> str:
+def _family(config: Mapping[str, Any]) -> str:
+    """What versions of a format have in common: "gptq" of "gptq_v2"."""
+    return str(config["format"]).partition("_")[0]
+
+
+def _front_matter(model: object, config: Mapping[str, Any], pipeline: str) -> str:
     """YAML that the Hub reads; a base model only where the name is one of the Hub's."""
-    lines = ["---", "library_name: transformers", f"pipeline_tag: {pipeline}", "tags:", "- gptq", "- gptqkit"]
-    lines.append(f"- {quantization['bits']}-bit")
+    lines = ["---", "library_name: transformers", f"pipeline_tag: {pipeline}", "tags:"]
+    lines += [f"- {_family(config)}", "- gptqkit", f"- {config['bits']}-bit"]
     if isinstance(model, str) and model.count("/") == 1 and all(model.split("/")):
         lines += [f"base_model: {model}", "base_model_relation: quantized"]
     return "\n".join([*lines, "---"])
 
 
-def _settings(report: Mapping[str, Any], quantization: Mapping[str, Any]) -> str:
-    meta = quantization.get("meta") or {}
-    config: Mapping[str, Any] = meta.get("gptqkit") or {}
-    size = quantization["group_size"]
+def _settings(report: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    size, version = config["group_size"], (report.get("versions") or {}).get("gptqkit")
     rows = [
-        ("bits", quantization["bits"]),
-        ("group size", "one group per row" if size == -1 else size),
-        ("symmetric", quantization.get("sym")),
-        ("format", quantization.get("checkpoint_format")),
+        ("bits", config["bits"]),
+        ("group size", "one group per row" if size is None else size),
+        ("symmetric", config["sym"]),
+        ("format", config["format"]),
         ("method", config.get("method")),
         ("desc_act", config.get("desc_act")),
         ("act_group_aware", config.get("act_group_aware")),
@@ -69,7 +72,7 @@ def _settings(report: Mapping[str, Any], quantization: Mapping[str, Any]) -> str
         ("damp_percent", config.get("damp_percent")),
         ("calibration", _calibration(report)),
         ("seed", report.get("seed")),
-        ("quantizer", ", ".join(meta.get("quantizer") or [])),
+        ("quantizer", version and f"gptqkit {version}"),
     ]
     body = [f"| {name} | {value} |" for name, value in rows if value not in (None, "")]
     return "\n".join(["## Settings", "", "| setting | value |", "|---|---|", *body])
@@ -136,8 +139,8 @@ def _inner(module: Mapping[str, Any]) -> str:
     return f"`{inner if number else name}`"
 
 
-def _loading(quantization: Mapping[str, Any], pipeline: str) -> str:
-    """How to load it; with transformers only where that was tried: language models."""
+def _loading(config: Mapping[str, Any], pipeline: str) -> str:
+    """How to load it; with transformers only where that was tried: language models in GPTQ's formats."""
     lines = [
         "## Loading",
         "",
@@ -149,7 +152,7 @@ def _loading(quantization: Mapping[str, Any], pipeline: str) -> str:
     ]
     if pipeline == "sentence-similarity":
         lines += ["", "The model returns hidden states of tokens; pool them as `1_Pooling/config.json` says."]
-    if pipeline != "text-generation":
+    if pipeline != "text-generation" or _family(config) != "gptq":
         return "\n".join(lines)
     lines += [
         "",
@@ -162,7 +165,7 @@ def _loading(quantization: Mapping[str, Any], pipeline: str) -> str:
         'tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")',
         "```",
     ]
-    if quantization.get("checkpoint_format") == "gptq" and not quantization.get("sym"):
+    if config["format"] == "gptq" and not config["sym"]:
         lines += [
             "",
             "GPTQModel, and with it transformers, refuses asymmetric version 1 checkpoints of other programs; "

@@ -163,11 +163,11 @@ def write_configs(
         _clean_tokenizer_config(directory / "tokenizer_config.json")
 
 
-def write_report(directory: Path, report: Mapping[str, Any], quantization: Mapping[str, Any]) -> None:
+def write_report(directory: Path, report: Mapping[str, Any]) -> None:
     """Write quantization_report.json and the model card, without local paths and times."""
     published = public_report(report)
     write_json(directory / REPORT, published)
-    card = model_card(published, quantization, pipeline_tag(directory))
+    card = model_card(published, pipeline_tag(directory))
     (directory / "README.md").write_text(card, encoding="utf-8", newline="\n")
 
 

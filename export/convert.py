@@ -6,7 +6,6 @@ import dataclasses
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -91,39 +90,49 @@ def _tensors(checkpoint: Checkpoint, format: str) -> Iterator[tuple[str, Tensor]
 
 def _write_json(checkpoint: Checkpoint, directory: Path, format: str) -> None:  # noqa: A002
     """Let every config say what the new files are; what the source says beside that stays."""
-    declared, before = checkpoint.declared, checkpoint.quantization_config
-    found = before.get("meta")
-    meta: dict[str, Any] = found if isinstance(found, dict) else {}
-    ours = isinstance(meta.get("gptqkit"), dict)
-    config = QuantizeConfig(bits=declared.bits, group_size=declared.group_size, sym=declared.sym, format=format)
-    if ours:
-        config = dataclasses.replace(QuantizeConfig.from_dict(meta["gptqkit"]), format=format)
-    new = find_format(format).write_config(
-        config, checkpoint.layers, matrices(checkpoint.other_names, checkpoint.tensors)
+    before, declared = checkpoint.quantization_config, checkpoint.declared
+    meta = before["meta"] if isinstance(before.get("meta"), dict) else {}
+    report = read_json(directory / REPORT) if (directory / REPORT).exists() else {}
+    if report:
+        try:
+            report["config"]["format"] = format
+            write_report(directory, report)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{REPORT} is damaged ({error!r}); delete it, it is not needed") from error
+    asked = meta.get("gptqkit") or report.get("config")  # of us; files of other programs only say what they are
+    config = QuantizeConfig(bits=declared.bits, group_size=declared.group_size, sym=declared.sym)
+    config = QuantizeConfig.from_dict(asked) if isinstance(asked, dict) else config
+    write, floats = find_format(format).write_config, matrices(checkpoint.other_names, checkpoint.tensors)
+    values, old = (
+        write(dataclasses.replace(config, format=each), checkpoint.layers, floats) for each in (format, declared.format)
     )
-    values: dict[str, Any] = {**before, **{key: new[key] for key in ("quant_method", "checkpoint_format", "format")}}
-    if ours:
-        values["meta"] = {**meta, "gptqkit": new["meta"]["gptqkit"]}
+    if write == checkpoint.format.write_config:  # then what only the source says stays
+        own = values.pop("meta", {})
+        values = {**before, **{key: value for key, value in values.items() if value != old[key]}}
+        if asked:
+            values["meta"] = {**meta, **own}
+    elif "passthrough_tensors" in meta:
+        values["meta"] = {**values.get("meta", {}), "passthrough_tensors": meta["passthrough_tensors"]}
     model_config = read_json(directory / "config.json")
     if isinstance(model_config.get("quantization_config"), dict):
         write_json(directory / "config.json", {**model_config, "quantization_config": values})
     if (directory / "quantize_config.json").exists() or "quantization_config" not in model_config:
         write_json(directory / "quantize_config.json", values)
-    if (directory / REPORT).exists() and ours:
-        report = read_json(directory / REPORT)
-        try:
-            report["config"]["format"] = format
-            write_report(directory, report, values)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{REPORT} is damaged ({error!r}); delete it, it is not needed") from error
 
 
 def _verify(before: Checkpoint, after: Checkpoint) -> None:
     """Read everything back: the same weights, and the same bits everywhere else."""
-    if after.layers.keys() != before.layers.keys() or after.tensors.where.keys() != before.tensors.where.keys():
+    names = _unpacked(before)
+    if after.layers.keys() != before.layers.keys() or _unpacked(after) != names:
         raise CheckpointError(f"{after.path} reads back as another checkpoint than was written")
     for name in before.layers:
         check_written(name, after.weight(name), before.weight(name))
-    for name in (name for name in before.tensors.where if name in before.other_names or name.endswith(".bias")):
+    for name in names:
         if not same_bits(after.tensor(name), before.tensor(name)):
             raise CheckpointError(f"{name} reads back differently; disk or memory is faulty")
+
+
+def _unpacked(checkpoint: Checkpoint) -> set[str]:
+    """Return the names of tensors that every format holds alike."""
+    biases = {f"{name}.bias" for name in checkpoint.layers}
+    return {*checkpoint.other_names, *biases.intersection(checkpoint.tensors.where)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class CheckpointSummary:
     """What `inspect` finds.
 
     Attributes:
-        format: "gptq" or "gptq_v2".
+        format: One of `FORMATS`.
         writer: The program that wrote the checkpoint, where it says so.
         bits: Number of layers by their bits.
         group_sizes: Number of layers by columns per group; -1 for one group per row.
@@ -105,18 +105,19 @@ def inspect(path: Path | str) -> CheckpointSummary:
         bits_per_weight=packed_bytes * 8 / weights,
         readers=(
             Reader(name="gptqkit", loads=True, reasons=()),
-            _reader("GPTQModel", _against_gptqmodel(checkpoint)),
-            _reader("transformers+gptqmodel", _against_transformers(checkpoint)),
-            _reader("vLLM", _against_vllm(checkpoint)),
-            _reader("SGLang", _against_sglang(checkpoint)),
-            _reader("AutoGPTQ", _against_autogptq(checkpoint)),
+            _reader("GPTQModel", _against_gptqmodel, checkpoint),
+            _reader("transformers+gptqmodel", _against_transformers, checkpoint),
+            _reader("vLLM", _against_vllm, checkpoint),
+            _reader("SGLang", _against_sglang, checkpoint),
+            _reader("AutoGPTQ", _against_autogptq, checkpoint),
         ),
     )
 
 
-def _reader(name: str, reasons: Iterator[str]) -> Reader:
-    found = tuple(reasons)
-    return Reader(name=name, loads=not found, reasons=found)
+def _reader(name: str, against: Callable[[Checkpoint], Iterator[str]], checkpoint: Checkpoint) -> Reader:
+    gptq = checkpoint.declared.format in ("gptq", "gptq_v2")
+    reasons = tuple(against(checkpoint)) if gptq else ("was tried with the formats gptq and gptq_v2 only",)
+    return Reader(name=name, loads=not reasons, reasons=reasons)
 
 
 def _declared_group(spec: LayerSpec) -> int:

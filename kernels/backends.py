@@ -5,13 +5,7 @@ A new backend is one `QuantLinear` and one entry of `BACKENDS`. Nothing here imp
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, cast
-
 from ..errors import BackendError
-
-if TYPE_CHECKING:
-    from .linear import QuantLinear
 
 BACKENDS = {
     "cuda": "kernels.cuda.CudaLinear",
@@ -23,12 +17,6 @@ BACKENDS = {
 
 The torch backend serves every layer on every device, so what stands behind it must be asked for by name.
 """
-
-
-def find_backend(name: str) -> type[QuantLinear]:
-    """Return the class of the backend called `name`, one of `BACKENDS`."""
-    module, _, attribute = BACKENDS[name].rpartition(".")
-    return cast("type[QuantLinear]", getattr(import_module(f"gptqkit.{module}"), attribute))
 
 
 def check_backend(requested: str) -> None:

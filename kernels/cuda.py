@@ -7,8 +7,8 @@ backend's by the order of summation and, up to 16 rows, by the rounding of weigh
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from itertools import product
 from typing import ClassVar, cast
 
 import torch
@@ -20,32 +20,25 @@ from ..errors import ShapeError
 from ..quantizer.quantized import QuantizedWeight
 from .library import library_for
 from .linear import QuantLinear, uneven_groups, whole_zero_points
-from .ops import DTYPES, Launcher, Layer, launcher_for
+from .ops import BITS, DTYPES, Launcher, Layer, launcher_for
 
 _linear = torch.ops.gptqkit.linear.default
 
 
 class CudaLinear(QuantLinear):
-    """Holds the layer in the kernels' layout only, see `csrc/layout.cuh`.
-
-    Attributes:
-        weight: Codes, int32 (tiles of 64 outputs, tiles of 64 inputs, bits, 32, 4), padded with 0.
-        scale: (groups, out padded to 64) float16, whatever dtype the activations have.
-        zero: In the same order: uint8, two to a byte at 2 and 3 bits, or int16 at 8 bits.
-        order: For act-order, the inputs in the order that the codes have, int32 (in,); else None.
-    """
+    """Holds weight, scale and zero as `csrc/api.h` has them, and for act-order the order of the inputs in the codes."""
 
     summary: ClassVar[str] = "computes on the packed words with the bundled CUDA kernels"
     device_type: ClassVar[str | None] = "cuda"
     exact: ClassVar[tuple[str, ...]] = ("scale",)
+
     _checked: Layer | None = None
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(weight, bias, dtype)
         self._sizes = (self.bits, self.group_size, self.out_features)
         order = torch.argsort(weight.group_index, stable=True) if self.act_order else None
-        codes = weight.codes if order is None else weight.codes[:, order]
-        self.register_buffer("weight", pack_codes(codes, self.bits))
+        self.register_buffer("weight", pack_codes(weight.codes if order is None else weight.codes[:, order], self.bits))
         self.register_buffer("scale", pack_grid(weight.scale.half()))
         self.register_buffer("zero", pack_zeros(weight.zero_point(), self.bits))
         self.register_buffer("order", None if order is None else order.to(torch.int32))
@@ -59,9 +52,6 @@ class CudaLinear(QuantLinear):
         """Return the layer's output, (..., out) in the dtype of `x`, which is (..., in) in that of the bias.
 
         Differentiable in x, by way of the dense weight.
-
-        Raises:
-            ShapeError: x is of another width, dtype or device than the layer.
         """
         own = cast("dict[str, Tensor]", self._buffers)  # attributes of a module cost a microsecond each
         weight, scale, zero, order, bias = own["weight"], own["scale"], own["zero"], own["order"], own["bias"]
@@ -73,12 +63,8 @@ class CudaLinear(QuantLinear):
         if x.requires_grad and torch.is_grad_enabled():
             dense = torch.ops.gptqkit.dequantize(weight, scale, zero, *self._sizes, self.in_features, x.dtype)
             return functional.linear(x, dense, bias)
-        if (
-            type(x) is not Tensor
-            or is_compiling()
-            or torch._C._get_tracing_state()
-            or torch._C._len_torch_dispatch_stack()
-        ):
+        watched = is_compiling() or torch._C._get_tracing_state() or torch._C._len_torch_dispatch_stack()
+        if watched or type(x) is not Tensor:
             return cast(Tensor, _linear(x, weight, scale, zero, bias, *self._sizes))
         # Eager calls spare the dispatcher and, as long as the tensors are the same, their check.
         layer = self._checked
@@ -92,8 +78,7 @@ class CudaLinear(QuantLinear):
         return launcher_for(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Move as every module does, and let go of the tensors that were checked."""
-        self._checked = None
+        self._checked = None  # lets go of the tensors that move
         return super()._apply(fn, recurse)
 
 
@@ -102,7 +87,7 @@ def unfit(weight: QuantizedWeight, dtype: torch.dtype) -> str | None:
     if dtype not in DTYPES:
         return f"the activations are {dtype}, and the kernels compute in float16 or bfloat16; load with such a dtype"
     size, columns = weight.group_size, weight.in_features
-    if weight.bits not in (2, 3, 4, 8) or columns % 32 or (size % 16 and size < columns):
+    if weight.bits not in BITS or columns % 32 or (size % 16 and size < columns):
         return (
             f"the layer has {weight.bits} bits and groups of {size} in {columns} columns, and the kernels take 2, 3, 4 "
             "or 8 bits, a multiple of 32 columns and groups of a multiple of 16"
@@ -119,13 +104,17 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
     `csrc/layout.cuh` says which bits of which word hold the pair (i, r) of a lane; codes beyond the last are 0.
     """
-    rows, columns = codes.shape
-    padded = functional.pad(codes, (0, -columns % 64, 0, -rows % 64))
+    parts = (codes[first : first + 1024] for first in range(0, codes.shape[0] or 1, 1024))  # to take less memory
+    return torch.cat([_pack_rows(part, bits) for part in parts])
+
+
+def _pack_rows(codes: Tensor, bits: int) -> Tensor:
+    padded = functional.pad(codes, (0, -codes.shape[1] % 64, 0, -codes.shape[0] % 64))
     # Outputs are (tile, i, r & 1, c), inputs (unit, step, t, r >> 1, element of the pair).
     parts = padded.view(-1, 4, 2, 8, padded.shape[1] // 64, 4, 4, 2, 2).permute(0, 4, 5, 3, 6, 1, 7, 2, 8).flatten(6, 7)
     pairs = parts[..., 0].int() | parts[..., 1].int() << 16
-    words = pairs.new_zeros(*pairs.shape[:5], bits)
-    for i, r in itertools.product(range(4), range(4)):
+    words = pairs.new_zeros(*pairs.shape[:5], bits)  # tile, unit, step, c, t
+    for i, r in product(range(4), range(4)):
         pair = pairs[..., i, r]
         if bits == 2:
             words[..., i // 2] |= pair << 4 * (i % 2) + (0, 2, 8, 10)[r]
@@ -152,8 +141,5 @@ def pack_grid(values: Tensor) -> Tensor:
 
 def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
     """Return zero points, int16 (out, groups), as the kernels read them: in nibbles, bytes or int16."""
-    ordered = pack_grid(zeros)
-    if bits == 8:
-        return ordered
-    ordered = ordered.to(torch.uint8)
-    return ordered if bits == 4 else ordered[:, ::2] | ordered[:, 1::2] << 4
+    ordered = pack_grid(zeros) if bits == 8 else pack_grid(zeros).to(torch.uint8)
+    return ordered if bits >= 4 else ordered[:, ::2] | ordered[:, 1::2] << 4

@@ -21,9 +21,7 @@ from . import build
 
 ABI = 4
 FILE_NAME = "libgptqkit.so"
-
-OLDEST_CAPABILITY = (8, 0)
-"""Ampere: the first GPUs with the matrix instructions and asynchronous copies that the kernels use."""
+OLDEST_CAPABILITY = (8, 0)  # Ampere: the first with the matrix instructions and asynchronous copies of the kernels
 
 _LOG = logging.getLogger("gptqkit")
 _HERE = Path(__file__).parent
@@ -42,7 +40,6 @@ class KernelLibrary:
     """A loaded library, checked for its interface's number.
 
     Attributes:
-        path: The file.
         driver: CUDA version that the driver serves, 1000 * major + 10 * minor; 0 where there is no driver.
         built: CUDA version that the library was built with; 0 in the emulator.
 
@@ -62,32 +59,20 @@ class KernelLibrary:
         for name, arguments in _SIGNATURES.items():
             getattr(self._handle, name).argtypes = arguments
         self._handle.gptqkit_error.restype = c_char_p
-        driver, built = c_int(), c_int()
-        self.run("gptqkit_versions", byref(driver), byref(built))
-        self.driver, self.built = driver.value, built.value
+        self.driver, self.built = self._two_numbers("gptqkit_versions", c_int)
 
     def run(self, name: str, *arguments: object) -> None:
-        """Call a function of `csrc/api.h`.
-
-        Raises:
-            BackendError: It returned an error code; the message is the library's.
-        """
+        """Call a function of `csrc/api.h`; an error code becomes a BackendError with the library's words."""
         code = getattr(self._handle, name)(*arguments)
         if code:
             raise BackendError(f"{name}: {self._handle.gptqkit_error(code).decode(errors='replace')} (code {code})")
 
     def workspace(self, m: int, n: int, k: int, split: int) -> tuple[int, int]:
         """Return how many float32 partial sums and int32 locks a product of these sizes needs."""
-        floats, locks = c_int64(), c_int64()
-        self.run("gptqkit_workspace", m, n, k, split, byref(floats), byref(locks))
-        return floats.value, locks.value
+        return self._two_numbers("gptqkit_workspace", c_int64, m, n, k, split)
 
     def check_driver(self) -> None:
-        """Refuse a driver that cannot run the library: one of an older major version than the compiler.
-
-        Raises:
-            BackendError: With both versions.
-        """
+        """Refuse a driver that cannot run the library: one of an older major version than the compiler."""
         if self.driver == 0:
             raise BackendError("no NVIDIA driver answers; install one")
         if self.driver // 1000 < self.built // 1000:
@@ -96,6 +81,11 @@ class KernelLibrary:
                 f"the NVIDIA driver serves CUDA {serves}, and {self.path} was built with CUDA {needed}; update the "
                 f"driver, or build with an nvcc of CUDA {self.driver // 1000}"
             )
+
+    def _two_numbers(self, name: str, kind: type[c_int] | type[c_int64], *arguments: int) -> tuple[int, int]:
+        first, second = kind(), kind()
+        self.run(name, *arguments, byref(first), byref(second))
+        return first.value, second.value
 
 
 def library_for(device: torch.device) -> tuple[KernelLibrary | None, str]:
@@ -116,11 +106,7 @@ def find_library() -> tuple[KernelLibrary | None, str]:
 
 
 def open_library(folder: Path, cache_folder: Path) -> KernelLibrary:
-    """Return the library of `folder`, or else of `cache_folder`, where it is built if it is not there yet.
-
-    Args:
-        folder: Where an installation would have put it.
-        cache_folder: Of the user's; a name made of the sources' hash keeps versions apart.
+    """Return the library of an installation's `folder`, or else of the user's cache, where it is built if need be.
 
     Raises:
         BackendError: There is none and it cannot be built, or the one found cannot be used.

@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from importlib import import_module
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +21,12 @@ from torch.nn import functional
 from ..errors import BackendError
 from ..export.bits import pack, unpack
 from ..quantizer.quantized import QuantizedWeight
-from .backends import BACKENDS, check_backend, find_backend
+from .backends import BACKENDS, check_backend
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class BackendChoice:
-    """What runs one layer, or a whole model's layers.
-
-    Attributes:
-        name: The backend's name; those of a model with several are joined by "+".
-        reason: Why it was chosen, in words.
-        fallback: Whether a backend that comes first on the device had to be passed over.
-    """
+    """What runs a layer, or a model's layers: names joined by "+", why, and whether a better one was passed over."""
 
     name: str
     reason: str
@@ -83,18 +78,15 @@ class QuantLinear(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         """Return the line that `print(model)` shows."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, "
-            f"group_size={self.group_size}, act_order={self.act_order}, bias={self.bias is not None}"
-        )
+        names = ("in_features", "out_features", "bits", "group_size", "act_order")
+        return ", ".join([*(f"{name}={getattr(self, name)}" for name in names), f"bias={self.bias is not None}"])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move as every module does; `exact` buffers keep their dtype."""
-        before = {name: self._buffers[name] for name in self.exact}
+        before = {name: buffer for name in self.exact if (buffer := self._buffers[name]) is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in before.items():
-            moved = self._buffers[name]
-            if buffer is not None and moved is not None and moved.dtype != buffer.dtype:
+            if (moved := self.get_buffer(name)).dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(moved.device)
         return self
 
@@ -113,19 +105,20 @@ class TorchLinear(QuantLinear):
     scale: Tensor
     offset: Tensor  # None where there are zeros
     zeros: Tensor | None
+    least_zero: Tensor
     group_index: Tensor | None
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(weight, bias, dtype)
-        zeros, least = whole_zero_points(weight), 0
-        if zeros is not None:  # a file's are 0 ... 2^bits - 1 or 1 ... 2^bits
-            least = int(zeros.min())
-            zeros = _to_stream(zeros - least, self.bits) if int(zeros.max()) - least < 2**self.bits else None
-        self.least_zero = least
+        whole, zeros, least = whole_zero_points(weight), None, None
+        if whole is not None and whole.max() - whole.min() < 2**self.bits:  # as in files: from 0 on, or from 1 on
+            least = whole.min()
+            zeros = _to_stream(whole - least, self.bits)
         natural = not self.act_order and self.in_features % self.group_size == 0
         self.register_buffer("words", _to_stream(weight.codes, self.bits))
         self.register_buffer("scale", _narrowed(weight.scale))
         self.register_buffer("zeros", zeros)
+        self.register_buffer("least_zero", least)
         self.register_buffer("offset", weight.offset if zeros is None else None)
         self.register_buffer("group_index", None if natural else weight.group_index)
 
@@ -169,9 +162,8 @@ class CpuInt4Linear(TorchLinear):
     """Torch's int4 kernel for up to `most_tokens` tokens, the torch backend for more; holds the weight for both.
 
     `_weight_int4pack_mm_for_cpu` computes (code - 8) * scale + (offset + 8 * scale), each rounded to bfloat16, which
-    changes an evaluation: never chosen automatically. Against a dense bfloat16 product it is 3.27 times as fast for 1
-    token, 1.58 for 4, 0.98 for 8 (benchmarks/int4.py, 4096 x 4096, one thread of an AMD EPYC with AVX-512 BF16, torch
-    2.13).
+    changes an evaluation: never chosen automatically. benchmarks/int4.py: 3.27 times as fast as a dense bfloat16
+    product for 1 token, 1.58 for 4, 0.98 for 8 (4096 x 4096, one thread of an AMD EPYC, AVX-512 BF16, torch 2.13).
     """
 
     summary: ClassVar[str] = "runs torch's 4-bit kernel, with scales and zeros in bfloat16, up to 4 tokens at a time"
@@ -212,6 +204,12 @@ class CpuInt4Linear(TorchLinear):
         return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], self.out_features)
 
 
+def find_backend(name: str) -> type[QuantLinear]:
+    """Return the class of the backend called `name`, one of `BACKENDS`."""
+    module, _, attribute = BACKENDS[name].rpartition(".")
+    return cast("type[QuantLinear]", getattr(import_module(f"gptqkit.{module}"), attribute))
+
+
 def make_linear(
     weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, *, name: str, backend: str = "auto"
 ) -> QuantLinear:
@@ -236,8 +234,8 @@ def make_linear(
             continue
         refusal = kind.refusal(weight, dtype)
         if refusal is None:
-            layer, reason = kind(weight, bias, dtype), "; ".join([kind.summary, how, *refusals])
-            layer.choice = BackendChoice(name=candidate, reason=reason, fallback=bool(refusals))
+            layer = kind(weight, bias, dtype)
+            layer.choice = BackendChoice(candidate, "; ".join([kind.summary, how, *refusals]), bool(refusals))
             return layer
         refusals.append(f"not {candidate}, because {refusal}")
     raise BackendError(f"backend {backend!r} cannot serve {name}: {'; '.join(refusals)}")
@@ -251,8 +249,7 @@ def summarize(model: nn.Module) -> BackendChoice:
         f"{choice.reason if len(names) == 1 else choice} ({count} layer{'s' if count > 1 else ''})"
         for choice, count in counted.items()
     ]
-    fallback = any(choice.fallback for choice in counted)
-    return BackendChoice(name="+".join(names), reason=" | ".join(lines), fallback=fallback)
+    return BackendChoice("+".join(names), " | ".join(lines), any(choice.fallback for choice in counted))
 
 
 def whole_zero_points(weight: QuantizedWeight) -> Tensor | None:
@@ -271,8 +268,7 @@ def uneven_groups(weight: QuantizedWeight) -> str | None:
 
 def _to_stream(values: Tensor, bits: int) -> Tensor:
     """Pack values of `bits` bits into one stream of int32 words."""
-    flat = values.flatten()
-    return pack(functional.pad(flat, (0, -flat.numel() % 32)), bits)  # 32 codes fill whole words at any width
+    return pack(functional.pad(values.flatten(), (0, -values.numel() % 32)), bits)  # 32 codes fill whole words
 
 
 def _from_stream(words: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
@@ -282,5 +278,7 @@ def _from_stream(words: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
 
 def _narrowed(scale: Tensor) -> Tensor:
     """Return `scale` in the smallest dtype that holds every value exactly."""
-    kinds = (torch.float16, torch.bfloat16)
-    return next((narrow for narrow in map(scale.to, kinds) if torch.equal(narrow.float(), scale)), scale)
+    for dtype in (torch.float16, torch.bfloat16):
+        if torch.equal(scale.to(dtype).float(), scale):
+            return scale.to(dtype)
+    return scale

@@ -6,7 +6,7 @@
 
 Few rows of x run on the fused kernel, which reads the packed weight once. Many rows are bound by arithmetic: the weight
 is dequantized, a few output rows at a time into one small buffer that stays in the GPU's cache, and each part goes
-through torch's dense product. `Tuning` says where one becomes the other.
+through torch's dense product.
 
 The kernels trust pointers and sizes, so the operators check that `weight`, `scale` and `zero` are a packed layer, as
 `CudaLinear` holds it. There are implementations for CUDA only; the tests add one for the CPU, which runs the same
@@ -15,9 +15,16 @@ sources on an emulator.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +32,15 @@ from torch import Tensor
 
 from ..errors import BackendError, ShapeError
 from .library import KernelLibrary, library_for
-from .locks import Locks
-from .tuning import Tuning, tuning_for
 
 DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 """Of activations, with the interface's number."""
+
+BITS = (2, 3, 4, 8)
+DEVICES = Path(__file__).parent / "devices"
+MOST_SPLITS = 64  # the interface's limit
+LEAST_DENSE_ROWS, DENSE_TILE = 1024, 256  # fewer output rows at a time leave parts of a large GPU idle
+USERS, LOCKS = 256, 1024  # streams and captures with locks of their own: more than there are tiles where splits pay
 
 _LAYER = "Tensor weight, Tensor scale, Tensor zero"
 _SIZES = "int bits, int group_size, int out_features"
@@ -57,11 +68,7 @@ class Layer(NamedTuple):
     in_features: int
 
     def check(self, device: torch.device) -> Layer:
-        """Return the layer itself, if its tensors have the forms that its sizes ask for.
-
-        Raises:
-            ShapeError: With what came and what is needed.
-        """
+        """Return the layer itself, if its tensors have the forms that its sizes ask for."""
         bits, tiles = self.bits, -(-self.out_features // 64)
         groups = -(-self.in_features // max(self.group_size, 1))  # the library refuses groups of 0
         _check("weight", self.weight, torch.int32, (tiles, -(-self.in_features // 64), bits, 32, 4), device)
@@ -81,6 +88,89 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How a product is divided over a device; the defaults are calculated, benchmarks/tune.py measures.
+
+    Attributes:
+        blocks_per_multiprocessor: Blocks to aim at; fewer column tiles than that are split along the inputs.
+        least_inputs_per_block: Inputs that make a block's work worth its reduction.
+        crossover: For each bit width the rows of x from which the dense path is faster.
+        dense_bytes: Of the dense weight that exists at a time on that path, for the L2 cache.
+    """
+
+    blocks_per_multiprocessor: float = 2.0
+    least_inputs_per_block: int = 512
+    crossover: Mapping[int, int] = field(default_factory=lambda: dict.fromkeys(BITS, 128))
+    dense_bytes: int = 32 << 20
+
+
+def tuning_for(device: str, folder: Path = DEVICES) -> Tuning:
+    """Return the constants measured on a device of that name, or the defaults."""
+    path = folder / file_name(device)
+    if not path.exists():
+        return Tuning()
+    constants = json.loads(path.read_text(encoding="utf-8"))["constants"]
+    return Tuning(**constants | {"crossover": {int(bits): rows for bits, rows in constants["crossover"].items()}})
+
+
+def file_name(device: str) -> str:
+    """Return the name of the file with a device's constants.
+
+    >>> file_name("NVIDIA H100 80GB HBM3")
+    'nvidia-h100-80gb-hbm3.json'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json"
+
+
+class Locks:
+    """The int32 by which the last of several blocks that share an output tile knows that it is the last, 0 in between.
+
+    Calls of one stream follow each other and share theirs. A captured graph can be replayed beside anything, so every
+    capture gets locks that nothing else uses, cleared before it begins. Where those made with the first call on the
+    device are used up or too few, a call clears locks of its own, which takes a launch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._mutex = threading.Lock()
+        self._free: list[Tensor] | None = None
+        self._taken: dict[tuple[int, int], Tensor] = {}  # by stream and capture, 0 for none
+
+    def take(self, count: int, stream: int) -> Tensor:
+        """Return `count` locks or more for the next call on `stream`."""
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        user = (stream, _capture_number(stream) if capturing else 0)
+        with self._mutex:
+            if self._free is None and not capturing:
+                # In a thread of its own: a memory pool that this one opened, as torch.compile does, must not hold them.
+                with ThreadPoolExecutor(1) as thread:
+                    self._free = thread.submit(self._make).result()
+            if user not in self._taken and self._free:
+                self._taken[user] = self._free.pop()
+            locks = self._taken.get(user)
+        return self._cleared(count) if locks is None or count > LOCKS else locks
+
+    def _make(self) -> list[Tensor]:
+        array = self._cleared(USERS * LOCKS)
+        if self.device.type == "cuda":  # its users run on other streams than the clearing
+            torch.cuda.current_stream(self.device).synchronize()
+        return list(array.view(USERS, LOCKS))
+
+    def _cleared(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=self.device)
+
+
+def _capture_number(stream: int) -> int:
+    """Return the number that the driver gives the capture on `stream`; no two captures of a process have the same."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    inquire = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+    code = inquire(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None)
+    if code:
+        raise RuntimeError(f"cuStreamGetCaptureInfo: CUDA driver error {code}")
+    return number.value
+
+
 class Launcher:
     """One device with the library and the constants that serve it; `linear` and `dequantize` are the operators."""
 
@@ -98,7 +188,8 @@ class Launcher:
 
     def dequantize(self, weight: Tensor, scale: Tensor, zero: Tensor, *rest: Any) -> Tensor:
         """Return W, its columns in packed order."""
-        layer, dtype = Layer(weight, scale, zero, *rest[:-1]).check(weight.device), rest[-1]
+        *sizes, dtype = rest
+        layer = Layer(weight, scale, zero, *sizes).check(weight.device)
         if dtype not in DTYPES:
             raise ShapeError(f"{dtype} is asked for, and the kernels write float16 or bfloat16; convert one of them")
         dense = weight.new_empty((layer.out_features, layer.in_features), dtype=dtype)
@@ -106,11 +197,12 @@ class Launcher:
         return dense
 
     def choose_split(self, bits: int, rows: int, out_features: int, in_features: int) -> int:
-        """Return the faster `split` for `rows` rows of x."""
+        """Return the faster `split` for `rows` rows of x, where all blocks come near what the device can hold."""
         if rows >= self.tuning.crossover.get(bits, 0):
             return 0
         _, tiles = self.library.workspace(rows, out_features, in_features, 2)  # one lock per tile
-        return self.tuning.split(max(1, tiles), in_features, self.multiprocessors)
+        wanted = round(self.tuning.blocks_per_multiprocessor * self.multiprocessors / max(1, tiles))
+        return max(1, min(wanted, in_features // self.tuning.least_inputs_per_block, MOST_SPLITS))
 
     def product(self, x: Tensor, layer: Layer, bias: Tensor | None, split: int | None = None) -> Tensor:
         """Return x WT + bias for a layer that was checked."""
@@ -119,10 +211,12 @@ class Launcher:
             raise ShapeError(f"x is {x.dtype}, and the kernels compute in float16 or bfloat16; convert it")
         if bias is not None:
             _check("bias", bias, x.dtype, (n,), x.device)
-        m = x.numel() // max(k, 1)
+        y = x.new_empty((*x.shape[:-1], n))
+        if not y.numel():
+            return y
+        m = y.numel() // n
         if split is None:
             split = self._split(layer.bits, m, n, k)
-        y = x.new_empty((*x.shape[:-1], n))
         if not split:
             self._dense_product(x.reshape(m, k), layer, bias, y.view(m, n))
             return y
@@ -141,10 +235,12 @@ class Launcher:
         return y
 
     def _dense_product(self, x: Tensor, layer: Layer, bias: Tensor | None, y: Tensor) -> None:
-        step = min(y.shape[1], self.tuning.dense_rows(x.element_size() * x.shape[1]))
-        buffer = x.new_empty((step, x.shape[1]))  # torch's allocator hands out the same one at every call
-        for first in range(0, y.shape[1], step):
-            part = slice(first, min(first + step, y.shape[1]))
+        n, k = y.shape[1], x.shape[1]
+        whole_tiles = self.tuning.dense_bytes // (x.element_size() * max(k, 1)) // DENSE_TILE * DENSE_TILE
+        step = min(n, max(LEAST_DENSE_ROWS, whole_tiles))
+        buffer = x.new_empty((step, k))  # torch's allocator hands out the same one at every call
+        for first in range(0, n, step):
+            part = slice(first, min(first + step, n))
             dense = buffer[: part.stop - first]
             self._write_rows(dense, first, layer)
             if bias is None:
@@ -168,12 +264,7 @@ class Launcher:
 
 @cache
 def launcher_for(device: torch.device) -> Launcher:
-    """Return the launcher of a GPU.
-
-    Raises:
-        ShapeError: The device is none.
-        BackendError: There is no library for it.
-    """
+    """Return the launcher of a GPU, unless there is no library for it or `device` is none."""
     if device.type != "cuda":
         raise ShapeError(f"the first operand is on {device}, and others are on a GPU; move it there")
     library, reason = library_for(device)

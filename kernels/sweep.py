@@ -54,25 +54,10 @@ def sweep_block(
 ) -> Tensor:
     """Round the columns of a block in turn, each one's error moved onto later ones.
 
+    `gptqkit_sweep` of `csrc/api.h` says what the tensors are and which of them are written; they lie on one device.
+
     Returns:
         (w_i - q_i) / U_ii of every column i, (columns, rows) float32.
-
-    Args:
-        library: What to run it on.
-        block: (columns, rows) float32, up to date with earlier blocks; leaves as the weights when they were rounded.
-        inverse: U of the block, (columns, columns) float32, upper triangular.
-        shift: GPTAQ's P of the block, (columns, columns) float32, or None.
-        importance: (columns,) float32 weight of every column's error in the search of grids; None spans min to max.
-        group: (columns,) int32: rows of `scale` and `zero`, which are then given; None fits a grid every `group_size`
-            columns and writes them.
-        group_size: Columns per group.
-        scale: (groups, rows) float32.
-        zero: (groups, rows) float32.
-        codes: (columns, rows) uint8, written.
-        values: (columns, rows) float32, written: what the codes stand for.
-        bits: 2, 3, 4 or 8.
-        sym: Symmetric grids.
-        min_zero: The smallest zero allowed.
 
     Raises:
         ShapeError: A tensor is not contiguous, of another dtype or on another device, or the block is too wide.

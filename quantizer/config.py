@@ -42,32 +42,34 @@ class ModuleOverride:
 class QuantizeConfig:
     """Every setting of a quantization.
 
-    Every field but `overrides` is an option of the command line, whose help is the text below.
+    Every field but `overrides` is an option of the command line, whose help is the text below. A `group_size` of -1 is
+    kept as None.
 
     Attributes:
         bits: Bits per weight.
-        group_size: Input columns that share a scale and a zero point; -1 (or None) for one group per row.
-        sym: Symmetric: zero point fixed at 2^(bits-1). Asymmetric grids choose it for every group.
+        group_size: Input columns that share a scale and a zero point; -1 for one group per row.
+        sym: Symmetric or asymmetric grids: the zero point is fixed at 2^(bits-1), or chosen for every group.
         method: "rtn" rounds to nearest; "gptq" moves each column's error onto later columns (arXiv 2210.17323);
-            "gptaq" also corrects for the errors of the layers before (arXiv 2504.02692).
-        desc_act: Quantize columns in the order of decreasing diag(H). Groups follow that order, so that the checkpoint
-            needs g_idx, unless `static_groups`.
-        static_groups: Fix all grids on the original columns before the sweep; then no g_idx is needed.
-        act_group_aware: Sort columns within groups, and whole groups, by diag(H); no g_idx is needed. On by default,
-            unless `desc_act`.
-        damp_percent: Fraction of the mean of diag(H) that is added to the diagonal; times 10, and reported, where H is
-            singular.
-        mse: Search each group's grid for the least squared error, weighted by the Hessian's diagonal, instead of
-            spanning minimum to maximum. On by default, except for "rtn".
+            "gptaq" also corrects for the errors of earlier layers (arXiv 2504.02692).
+        desc_act: Quantize columns in order of decreasing diag(H), H being the Hessian. Groups follow that order, so the
+            checkpoint needs g_idx, unless `static_groups` is on.
+        static_groups: Fix all grids before the sweep, for groups in the original order; g_idx is not needed then.
+        act_group_aware: Sort columns by diag(H) within their groups, and the groups as well; g_idx is not needed. On by
+            default, unless `desc_act` is on.
+        damp_percent: Damping added to the Hessian's diagonal, as a fraction of its mean; raised tenfold, and reported,
+            where the Hessian is singular.
+        mse: Search each group's grid for the least squared error, weighted by diag(H), instead of spanning minimum to
+            maximum. On by default, except with "rtn".
         alpha: Strength of gptaq's correction, from 0 to 1.
-        true_sequential: Calibrate each layer on the outputs of the quantized layers before it in the same block.
-        block_size: Columns per lazy update of the sweep; affects the speed only.
+        true_sequential: Calibrate each layer on the outputs of the layers already quantized in the same block.
+        block_size: Columns per lazy update of the sweep; affects only the speed.
         float64: Factorize and sweep in double precision.
-        skip_nonfinite: Leave out, and count, calibration samples with NaN or infinite activations, instead of stopping.
-        lm_head: Quantize the output layer, too, unless it is tied to the embedding.
-        overrides: Per-module settings by regular expression, matched with `re.search` against the module's full name;
-            the first match counts.
-        format: Checkpoint format: "gptq" is version 1, whose zero points start at 1.
+        skip_nonfinite: Leave out, and count, calibration samples with NaN or infinity in their activations, instead of
+            stopping.
+        lm_head: Quantize the output layer too, unless it is tied to the embedding.
+        overrides: Settings for single modules by regular expression, matched with `re.search` against the module's full
+            name; the first match counts.
+        format: Checkpoint format; "gptq" is version 1, which has no zero point 0.
 
     Raises:
         ConfigError: A value or a combination that cannot be.

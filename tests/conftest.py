@@ -46,7 +46,7 @@ def emulator_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernel library with an emulator in place of the GPU, compiled once."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    from gptqkit.kernels.build import build_emulator
+    from support.emulator import build_emulator
 
     path = tmp_path_factory.mktemp("emulator") / "libgptqkit_emulator.so"
     build_emulator(path)
@@ -110,13 +110,11 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
     if torch.cuda.is_available():
         pytest.skip("there is a real GPU")
-    from gptqkit.kernels.library import Search
     from support.simulated_gpu import simulated_gpu
 
     library = request.getfixturevalue("emulation").launcher.library
     request.getfixturevalue("device_guard")
-    monkeypatch.setattr("gptqkit.kernels.cuda_backend.find_library", lambda: Search(library=library, reason=""))
-    monkeypatch.setattr("gptqkit.kernels.sweep._library", lambda: library)
+    monkeypatch.setattr("gptqkit.kernels.library.find_library", lambda: (library, ""))
     with simulated_gpu():
         yield "cuda"
 
@@ -124,9 +122,9 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 @pytest.fixture(scope="session")
 def emulation(emulator_path: Path) -> Any:
     """Operators on the CPU, run by the kernels' emulator; see support.emulation."""
-    from support.emulation import emulate
+    from support.emulation import Emulation
 
-    return emulate(emulator_path)
+    return Emulation(emulator_path)
 
 
 @pytest.fixture(scope="session")

@@ -1,220 +1,229 @@
-"""Mixtures of experts, composite models and encoders, from files on disk to a checkpoint that runs."""
+"""Every architecture from disk to an evaluated checkpoint: solved = stored = loaded = evaluated."""
 
+import dataclasses
 import json
+import math
+import re
+from itertools import product
 
 import pytest
 import torch
-from safetensors import safe_open
+import transformers
 from safetensors.torch import load_file, save_file
 
 import gptqkit
-from gptqkit.calibration.windows import TokenWindows
-from gptqkit.errors import NonFiniteError
-from gptqkit.export.names import StoredNames
-from gptqkit.export.reader import open_checkpoint
-from gptqkit.quantizer.solver import solve_gptaq, solve_gptq
-from gptqkit.quantizer.walk import quantize_blocks
-from support.models import MIXTURES, OTHERS, build, windows
+from gptqkit.quantizer import gptq
+from support.models import GROUPED, MIXTURES, MODELS, OTHERS, SIZE, build, samples, save
+from support.pipeline import assert_close, dequantized, float_matrix, outputs, quantize
 
-CPU = torch.device("cpu")
-
-
-def settings(**changes):
-    return gptqkit.QuantizeConfig(**{"bits": 4, "group_size": 32, "sym": False, **changes})
-
-
-def outputs(model, tokens):
-    mask = {} if tokens.attention_mask is None else {"attention_mask": tokens.attention_mask}
-    with torch.no_grad():
-        found = model(input_ids=tokens.input_ids, **mask)
-    return found.logits if "logits" in found else found.last_hidden_state
-
-
-def put(model, name, weight, names):
-    """Dequantized weights in the place in the model that a stored matrix belongs to."""
-    part = names.find(f"{name}.weight")
-    parameter = model.get_parameter(part.parameter).data
-    matrix = parameter if part.expert is None else parameter[part.expert]
-    if part.expert is not None and model.get_submodule(part.parameter.rpartition(".")[0]).is_transposed:
-        matrix = matrix.T
-    rows = slice(None) if part.rows is None else part.rows
-    matrix[rows] = weight.dequantize()
+# All bits, grids and formats, spread over the architectures beside methods, orders and dtypes of the files.
+GRIDS = [
+    {"bits": bits, "sym": sym, "format": layout}
+    for bits, sym, layout in product((2, 3, 4, 8), (True, False), ("gptq", "gptq_v2"))
+]
+ORDERS = [
+    {},
+    {"desc_act": True},
+    {"desc_act": True, "static_groups": True},
+    {"act_group_aware": False, "true_sequential": False},
+    {"group_size": -1},
+]
+METHODS = ("gptaq", "gptq", "rtn")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CASES = {
+    name: ({**GRIDS[number % 16], **ORDERS[number % 5], "method": METHODS[number % 3]}, DTYPES[number // 3 % 3])
+    for number, name in enumerate([*MODELS, *MIXTURES, *OTHERS])
+}
 
 
-def stored_names(folder):
-    found = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            found |= set(tensors.keys())
+@pytest.fixture
+def solved(monkeypatch):
+    """What solvers return, by the bytes of the weight that they were given."""
+    found = {}
+    for name in ("RTN", "GPTQ", "GPTAQ"):
+        method = getattr(gptq, name)
+
+        def solve(weight, *rest, method=method):
+            solution = method.solve(weight, *rest)
+            found[weight.numpy().tobytes()] = solution.weight
+            return solution
+
+        monkeypatch.setattr(gptq, name, dataclasses.replace(method, solve=solve))
     return found
 
 
-@pytest.mark.parametrize("method", ["gptq", "gptaq"])
-@pytest.mark.parametrize("name", [*MIXTURES, *OTHERS])
-def test_from_disk_to_a_checkpoint_that_runs(name, method, tmp_path):
-    build(name).save_pretrained(tmp_path / "model")
-    tokens = windows(samples=8)
-    config = settings(method=method)
-    result = gptqkit.quantize(
-        tmp_path / "model", tokens.input_ids, tmp_path / "out", config, sequence_length=24, batch_size=3
-    )
-    whole = gptqkit.quantize(
-        build(name), tokens.input_ids, tmp_path / "memory", config, sequence_length=24, batch_size=3
-    )
-    for module, weight in whole.weights.items():
-        assert torch.equal(weight.codes, result.weights[module].codes)
-    modules = result.report.modules
-    assert sum(module.error for module in modules) < sum(module.rounding_error for module in modules)
-    assert {module.method for module in modules} == {method}
-    experts = [module for module in modules if ".experts." in module.name]
-    for module in experts:
-        assert module.prior_tokens == max(0, module.shape[1] - module.tokens)
-    assert bool(experts) == (name in MIXTURES)
-    assert any(module.prior_tokens for module in experts) == (name in MIXTURES)
-
-    before, after = stored_names(tmp_path / "model"), stored_names(tmp_path / "out")
-    replaced = {f"{module}.{key}" for module in result.weights for key in ("qweight", "qzeros", "scales", "g_idx")}
-    lost = before - after
-    if name == "gpt_oss":  # stacked in its files, one matrix per expert in ours
-        lost = {key for key in lost if ".experts." not in key}
-    assert lost <= {f"{module}.weight" for module in result.weights}
-    if name != "gpt_oss":
-        assert after - before == replaced
-
-    loaded, _ = gptqkit.load(tmp_path / "out", device="cpu", backend="torch")
-    expected = build(name)
-    names = StoredNames(expected, before)
-    for module, weight in result.weights.items():
-        put(expected, module, weight, names)
-    if name in MIXTURES:
-        expected.config._experts_implementation = "eager"
-    assert type(loaded) is type(expected)
-    theirs = outputs(expected, tokens)
-    assert torch.allclose(outputs(loaded, tokens), theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
-    assert float((theirs - outputs(build(name), tokens)).norm() / theirs.norm()) < 0.5
-    if name != "bert":
-        scores = gptqkit.evaluate(tmp_path / "out", tokens.input_ids, sequence_length=24, device="cpu")
-        assert scores.perplexity > 1
+def matrices_of_blocks(source):
+    """The names of all matrices in the blocks, routers left out; gpt_oss stacks those of its four experts."""
+    found = set()
+    for name, tensor in source.items():
+        if not re.search(r"\.(layers|layer|h)\.\d", name) or name.startswith(("vision_tower", "model.vision_tower")):
+            continue
+        if name.endswith("experts.gate_up_proj"):
+            parts = ("gate_proj", "up_proj", "down_proj")
+            path = name.removesuffix(".gate_up_proj")
+            found |= {f"{path}.{number}.{part}.weight" for number in range(4) for part in parts}
+        elif name.endswith(".weight") and tensor.ndim == 2:
+            found.add(name)
+    return {
+        name for name in found if not re.search(r"\.(mlp|block_sparse_moe)\.(gate|router|shared_expert_gate)\.", name)
+    }
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("method", ["gptq", "gptaq"])
-def test_every_expert_is_solved_on_the_tokens_routed_to_it(method, padded):
-    """An independent loop over tokens, in the model whose attention is quantized already, with the rule for few."""
-    tokens = windows(padded=padded)
-    config = settings(method=method)
-    result = quantize_blocks(build("mixtral"), tokens, config, device=CPU, batch_size=2)
-    quantized, original = build("mixtral"), build("mixtral")
-    names = StoredNames(quantized)
-    for name, weight in result.weights.items():
-        if name.startswith("model.layers.0.self_attn"):
-            put(quantized, name, weight, names)
-    seen = {}
-    for key, model in (("x", quantized), ("float", original)):
-        experts = model.model.layers[0].mlp.experts
-        hook = experts.register_forward_pre_hook(lambda _, given, key=key: seen.setdefault(key, given))
-        outputs(model, tokens)
-        hook.remove()
-    x, chosen, _ = seen["x"]
-    x_float = seen["float"][0]
-    counted = torch.ones(len(x), dtype=torch.bool) if not padded else tokens.attention_mask.flatten()
-    inputs = {expert: [] for expert in range(4)}
-    for token in range(len(x)):
-        for expert in set(chosen[token].tolist()):
-            if counted[token]:
-                inputs[expert].append(token)
-    every = [token for routed in inputs.values() for token in routed]
+@pytest.mark.parametrize("name", CASES)
+def test_from_disk_to_an_evaluated_checkpoint(name, solved, tmp_path):
+    settings, dtype = CASES[name]
+    tokens = samples(padded=name in ("mistral", "gpt_neox", "qwen3_moe", "bert"))
+    source = save(build(name).to(dtype), tmp_path / "model")
+    result = quantize(tmp_path / "model", tmp_path / "out", tokens, **settings)
+    modules, checkpoint = result.report.modules, gptqkit.open_checkpoint(tmp_path / "out")
 
-    def moment(rows, left):
-        return x[rows].double().T @ left[rows].double()
+    assert {f"{layer}.weight" for layer in checkpoint.layers} == matrices_of_blocks(source)
+    assert len(modules) == len(checkpoint.layers) == len(solved)
+    for layer in checkpoint.layers:
+        expected = solved[float_matrix(layer, source).float().contiguous().numpy().tobytes()]
+        for part in ("codes", "scale", "offset", "group_index"):
+            assert torch.equal(getattr(checkpoint.weight(layer), part), getattr(expected, part)), (layer, part)
+    replaced = {f"{layer}.{key}" for layer in checkpoint.layers for key in ("qweight", "qzeros", "scales", "g_idx")}
+    others = source.keys() - {f"{layer}.weight" for layer in checkpoint.layers}
+    if name == "gpt_oss":
+        others = {each for each in others if ".experts." not in each}
+        others |= {f"{layer}.bias" for layer in checkpoint.layers if ".experts." in layer}
+    assert set(checkpoint.tensors.where) == replaced | others
+    for each in others & source.keys():
+        assert torch.equal(checkpoint.tensor(each), source[each])
 
-    pool = moment(every, x) / len(every)
-    pool_cross = (x_float - x)[every].double().T @ x[every].double() / len(every)
-    for expert, rows in inputs.items():
-        report = next(one for one in result.reports if one.name == f"model.layers.0.mlp.experts.{expert}.gate_up_proj")
-        assert report.tokens == len(rows)
-        missing = max(0, 64 - len(rows))
-        assert report.prior_tokens == missing
-        total = len(rows) + missing
-        hessian = ((moment(rows, x) + missing * pool) / total).float()
-        weight = original.model.layers[0].mlp.experts.gate_up_proj[expert].detach()
-        if method == "gptaq":
-            cross = (x_float - x)[rows].double().T @ x[rows].double()
-            expected = solve_gptaq(weight, hessian, ((cross + missing * pool_cross) / total).float(), config).weight
-        else:
-            expected = solve_gptq(weight, hessian, config).weight
-        assert (expected.codes != result.weights[report.name].codes).float().mean() < 0.01
+    assert {module.method for module in modules} == {settings["method"]}
+    errors, rounded = (sum(getattr(module, key) for module in modules) for key in ("error", "rounding_error"))
+    assert errors == rounded if settings["method"] == "rtn" else errors < rounded
+    assert {module.name for module in modules if module.prior_tokens} <= {
+        module.name for module in modules if ".experts." in module.name and module.tokens < module.shape[1]
+    }
 
-
-def test_statistics_beyond_the_budget_take_several_passes_with_the_same_result():
-    for method in ("gptq", "gptaq"):
-        one = quantize_blocks(build("qwen3_moe"), windows(), settings(method=method), device=CPU)
-        size = 64 * 64 * 8 * (2 if method == "gptaq" else 1)
-        many = quantize_blocks(
-            build("qwen3_moe"), windows(), settings(method=method), device=CPU, statistics_bytes=size
-        )
-        for name, weight in one.weights.items():
-            assert torch.equal(weight.codes, many.weights[name].codes)
-            assert torch.equal(weight.scale, many.weights[name].scale)
-
-
-def test_without_true_sequential_no_module_sees_a_quantized_one_of_its_block():
-    config = settings(true_sequential=False)
-    one = quantize_blocks(build("mixtral"), windows(), config, device=CPU)
-    several = quantize_blocks(build("mixtral"), windows(), config, device=CPU, statistics_bytes=1)
-    for name, weight in one.weights.items():
-        assert torch.equal(weight.codes, several.weights[name].codes)
-
-
-def test_broken_samples_are_left_out_of_experts_too():
-    model = build("mixtral")
-    model.get_input_embeddings().weight.data[95] = torch.nan
-    tokens = windows().input_ids.clamp(max=94)
-    tokens[4, 3] = 95
-    with pytest.raises(NonFiniteError, match="sample 4"):
-        quantize_blocks(model, TokenWindows(tokens), settings(), device=CPU, batch_size=2)
-    config = settings(skip_nonfinite=True)
-    left_out = quantize_blocks(model, TokenWindows(tokens), config, device=CPU, batch_size=2)
-    without = quantize_blocks(model, TokenWindows(tokens[[0, 1, 2, 3, 5]]), config, device=CPU, batch_size=2)
-    assert left_out.excluded_samples == 1
-    for name, weight in without.weights.items():
-        assert (weight.codes != left_out.weights[name].codes).float().mean() < 0.02
+    theirs = dequantized(tmp_path / "out", tmp_path / "model", tmp_path / "dense")
+    expected = outputs(theirs, tokens)
+    for backend in ("torch", "cpu"):
+        loaded, _ = gptqkit.load(tmp_path / "out", device="cpu", backend=backend, dtype="float32")
+        assert type(loaded) is type(theirs)
+        assert_close(outputs(loaded, tokens), expected)
+    ids = samples().input_ids
+    how = gptqkit.Evaluation(sequence_length=24, device="cpu", dtype="float32")
+    scores = gptqkit.evaluate(tmp_path / "out", ids, how, reference=tmp_path / "model")
+    if name == "bert":
+        assert 0.5 < scores.lowest_cosine <= scores.cosine < 1
+        return
+    losses = torch.nn.functional.cross_entropy(outputs(theirs)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert scores.perplexity == pytest.approx(math.exp(losses), rel=1e-5)
+    assert scores.kl_divergence > 0
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_experts_that_an_override_skips_stay_in_floating_point(name, tmp_path):
-    skip = {r"layers\.0\.mlp\.experts\.[02]\.": gptqkit.ModuleOverride(skip=True)}
-    build(name).save_pretrained(tmp_path / "model")
-    config = settings(overrides=skip)
-    result = gptqkit.quantize(tmp_path / "model", windows().input_ids, tmp_path / "out", config, sequence_length=24)
+def test_experts_that_an_override_leaves_in_floating_point(name, tmp_path):
+    save(build(name), tmp_path / "model")
+    overrides = {
+        r"layers\.0\.mlp\.experts\.[02]\.": gptqkit.ModuleOverride(skip=True),
+        r"layers\.1\.mlp\.experts\.\d\.down_proj": gptqkit.ModuleOverride(skip=True),
+        r"experts\.3\.": gptqkit.ModuleOverride(bits=8, group_size=16),
+    }
+    report = quantize(tmp_path / "model", tmp_path / "out", overrides=overrides).report
+    assert len(report.modules) == 2 * 4 + 2 * 3 + 4 * 2
+    assert {module.bits for module in report.modules if "experts.3" in module.name} == {8}
+    theirs = dequantized(tmp_path / "out", tmp_path / "model", tmp_path / "dense")
     loaded, _ = gptqkit.load(tmp_path / "out", device="cpu", backend="torch")
-    expected = build(name)
-    names = StoredNames(expected)
-    for module, weight in result.weights.items():
-        put(expected, module, weight, names)
-    expected.config._experts_implementation = "eager"
-    theirs = outputs(expected, windows())
-    assert torch.allclose(outputs(loaded, windows()), theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+    assert_close(outputs(loaded), outputs(theirs))
+
+
+JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_dt_rank": 32}
+ODD = {
+    "blocks of two kinds": (
+        transformers.JambaConfig(
+            **SIZE, **JAMBA, intermediate_size=96, num_key_value_heads=2, num_experts=1, num_experts_per_tok=1
+        ),
+        {r"mamba\.(x|dt)_proj": gptqkit.ModuleOverride(skip=True)},
+        12,
+    ),
+    "blocks that return lists": (
+        transformers.OpenAIGPTConfig(n_embd=64, n_layer=2, n_head=4, vocab_size=96, n_positions=64),
+        {},
+        8,
+    ),
+    "experts that are multiplied all at once, and stay in floating point": (
+        transformers.Llama4TextConfig(
+            **GROUPED, intermediate_size_mlp=96, num_local_experts=4, num_experts_per_tok=1, pad_token_id=0
+        ),
+        {},
+        14,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_architectures(name, tmp_path):
+    config, overrides, count = ODD[name]
+    torch.manual_seed(0)
+    save(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "model")
+    report = quantize(tmp_path / "model", tmp_path / "out", overrides=overrides, method="gptaq").report
+    assert len(report.modules) == count
+    assert not any("router" in module.name for module in report.modules)
+    theirs = dequantized(tmp_path / "out", tmp_path / "model", tmp_path / "dense")
+    loaded, _ = gptqkit.load(tmp_path / "out", device="cpu", backend="torch")
+    assert_close(outputs(loaded), outputs(theirs))
 
 
 def test_nothing_of_the_source_is_lost(tmp_path):
     """Tensors that transformers drops, such as those of a multi-token predictor, and files of processors."""
     model = tmp_path / "model"
-    build("deepseek_v3").save_pretrained(model)
     extra = {"model.layers.3.eh_proj.weight": torch.randn(64, 128), "model.layers.3.enorm.weight": torch.randn(64)}
-    tensors = load_file(model / "model.safetensors")
+    tensors = save(build("deepseek_v3"), model)
     save_file({**tensors, **extra}, model / "model.safetensors", metadata={"format": "pt"})
     (model / "preprocessor_config.json").write_text('{"size": 16}')
     (model / "1_Pooling").mkdir()
     (model / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
     (model / "modeling.py").write_text("raise SystemExit")
-    gptqkit.quantize(model, windows().input_ids, tmp_path / "out", settings(), sequence_length=24)
-    checkpoint = open_checkpoint(tmp_path / "out")
+    quantize(model, tmp_path / "out", method="rtn")
     for name, tensor in extra.items():
-        assert torch.equal(checkpoint.tensor(name), tensor)
+        assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[name], tensor)
     meta = json.loads((tmp_path / "out" / "quantize_config.json").read_text())["meta"]
-    assert sorted(meta["carried_tensors"]) == sorted(extra)
+    assert sorted(meta["passthrough_tensors"]) == sorted(extra)
     assert (tmp_path / "out" / "preprocessor_config.json").exists()
     assert (tmp_path / "out" / "1_Pooling" / "config.json").exists()
     assert not (tmp_path / "out" / "modeling.py").exists()
     gptqkit.load(tmp_path / "out", device="cpu")
+
+
+def test_a_tied_weight_may_stand_under_its_other_name(tmp_path):
+    tensors = save(build("llama"), tmp_path / "model")
+    quantize(tmp_path / "model", tmp_path / "expected")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    quantize(tmp_path / "model", tmp_path / "out")
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "expected"))
+    expected["lm_head.weight"] = expected.pop("model.embed_tokens.weight")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_the_example_model_from_text_to_perplexity(tmp_path, example_model, small_text):
+    """What is measured on the way is what the checkpoint measures, and nothing published names a local path."""
+    text, stages = tmp_path / "book.txt", []
+    text.write_text(small_text, encoding="utf-8")
+    report = gptqkit.quantize(
+        example_model,
+        gptqkit.Calibration(text, samples=4, sequence_length=128),
+        tmp_path / "out",
+        gptqkit.QuantizeConfig(bits=3),
+        run=gptqkit.Run(device="cpu"),
+        evaluate_on=text,
+        progress=lambda step: stages.append(step.stage),
+    ).report
+    assert {"quantize", "evaluate"} <= set(stages)
+    assert not any(module.worse_than_rounding for module in report.modules)
+    stored = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
+    [row] = stored["perplexity"]
+    how = gptqkit.Evaluation(sequence_length=128, device="cpu")
+    scores = gptqkit.evaluate(tmp_path / "out", text, how, reference=example_model)
+    assert (row["dataset"], row["perplexity"], row["tokens"]) == ("book.txt", scores.perplexity, scores.tokens)
+    assert scores.reference_perplexity < scores.perplexity < 1.3 * scores.reference_perplexity
+    assert [module["name"] for module in stored["modules"]] == [module.name for module in report.modules]
+    published = "".join(path.read_text() for path in (tmp_path / "out").iterdir() if path.suffix in (".json", ".md"))
+    assert str(tmp_path) not in published
+    assert str(example_model.parent) not in published

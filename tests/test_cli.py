@@ -1,53 +1,36 @@
 """The command line passes on what was typed, and answers where it should."""
 
+import dataclasses
 import json
 import logging
 import os
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import typing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
 import gptqkit
-from gptqkit import arguments, cli
-from gptqkit.calibration import activations
-from gptqkit.errors import BackendError, CheckpointError, DoesNotFitError
-from gptqkit.kernels import backend
-from gptqkit.quantizer import config
-from gptqkit.version import __version__
+from gptqkit import cli
+from gptqkit.errors import AbandonedError, CheckpointError, GptqkitError
+from gptqkit.run import Run
 
-REPORT = {"seconds": 2.0, "modules": [{"name": "layers.0.q", "error": 0.25, "rounding_error": 0.5}], "perplexity": []}
-
-
-class Recorder:
-    """Stands for a function of the API: keeps what it was called with, and answers with `values`."""
-
-    def __init__(self, values: dict[str, Any] | None = None, failure: BaseException | None = None) -> None:
-        self.values = values or {}
-        self.failure = failure
-        self.args: tuple[Any, ...] = ()
-        self.options: dict[str, Any] = {}
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        self.args, self.options = args, options
-        if self.failure is not None:
-            raise self.failure
-        return self
-
-    @property
-    def report(self) -> Any:
-        return self
-
-    def to_dict(self) -> dict[str, Any]:
-        return self.values
+COMMANDS = {
+    gptqkit.QuantizeConfig: ("quantize model out", "plan model"),
+    gptqkit.Calibration: ("quantize model out --calibration a.txt", "plan model"),
+    Run: ("quantize model out", "plan model"),
+    gptqkit.Evaluation: ("evaluate model --dataset a.txt",),
+}
+QUANTIZE = ["quantize", "model", "out"]
 
 
 @pytest.fixture(autouse=True)
-def _process_settings_stay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The command may set up its process's loggers; the process of the tests keeps its own."""
+def _process_settings_stay(monkeypatch):
+    """The command may set up its process's loggers and libraries; the process of the tests keeps its own."""
     monkeypatch.setattr(cli, "_quieten_libraries", lambda _: None)
     logger = logging.getLogger("gptqkit")
     before = (logger.level, logger.handlers, logger.propagate)
@@ -55,124 +38,84 @@ def _process_settings_stay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logger.level, logger.handlers, logger.propagate = before
 
 
-def replace(monkeypatch: pytest.MonkeyPatch, name: str, recorder: Recorder) -> Recorder:
-    monkeypatch.setattr(gptqkit, name, recorder)
-    return recorder
+@pytest.fixture
+def behave(monkeypatch):
+    """Makes a function of the API raise an error or return a value."""
+
+    def change(name, result):
+        def function(*_, **__):
+            if isinstance(result, BaseException):
+                raise result
+            return result
+
+        monkeypatch.setattr(gptqkit, name, function)
+
+    return change
 
 
-def test_choices_and_defaults_are_those_of_the_library() -> None:
-    assert (arguments.BITS, arguments.METHODS, arguments.FORMATS) == (config.BITS, config.METHODS, config.FORMATS)
-    assert ("auto", *activations.PLACES) == arguments.PLACES
-    assert set(arguments.BACKENDS) == {"auto", *backend.BACKENDS}
-    typed = vars(arguments.parser().parse_args(["quantize", "model", "out"]))
-    names = set(config.QuantizeConfig().to_dict()) - {"overrides"}
-    assert config.QuantizeConfig(**{name: typed[name] for name in names}) == config.QuantizeConfig()
+@pytest.fixture
+def settings(monkeypatch):
+    """Tells what a command line asks the API for: its settings by their class."""
+
+    def ask(words):
+        found = {}
+
+        def function(*args, **options):
+            found.update({type(value): value for value in (*args, *options.values())})
+            raise GptqkitError("that is enough")
+
+        for name in ("quantize", "plan", "evaluate"):
+            monkeypatch.setattr(gptqkit, name, function)
+        assert cli.main(words) == 1
+        return found
+
+    return ask
 
 
-def test_quantize_passes_every_option_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    quantize = replace(monkeypatch, "quantize", Recorder(REPORT))
-    command = (
-        "quantize org/model out --bits 2 --group-size 64 --asym --method gptaq --format gptq --calibration a.txt "
-        "--samples 3 --sequence-length 16 --seed 7 --no-act-group-aware --static-groups --device cpu --damp 0.05 "
-        "--no-mse --alpha 0.5 --no-true-sequential --block-size 32 --float64 --skip-nonfinite --lm-head --batch-size 2 "
-        "--column c --split s --no-concatenate --evaluate-on b.txt --overwrite --resume --activations disk "
-        "--activation-memory 3KiB --no-fit-check "
-        "--trust-remote-code"
-    )
-    assert cli.main(command.split()) == 0
-    assert quantize.args == ("org/model",)
-    progress = quantize.options.pop("progress")
-    assert callable(progress)
-    assert quantize.options == {
-        "calibration": "a.txt",
-        "out": Path("out"),
-        "config": config.QuantizeConfig(
-            bits=2,
-            group_size=64,
-            sym=False,
-            method="gptaq",
-            format="gptq",
-            act_group_aware=False,
-            static_groups=True,
-            damp=0.05,
-            mse=False,
-            alpha=0.5,
-            true_sequential=False,
-            block_size=32,
-            float64=True,
-            skip_nonfinite=True,
-            lm_head=True,
-        ),
-        "samples": 3,
-        "sequence_length": 16,
-        "seed": 7,
-        "batch_size": 2,
-        "device": "cpu",
-        "column": "c",
-        "split": "s",
-        "concatenate": False,
-        "evaluate_on": "b.txt",
-        "overwrite": True,
-        "resume": True,
-        "activations": "disk",
-        "activation_memory": 3072,
-        "fit_check": False,
-        "trust_remote_code": True,
-    }
-    captured = capsys.readouterr()
-    assert "written to out" in captured.out
-    assert "0.25 in layers.0.q" in captured.out
-    assert captured.err == ""
+def values(kind, field):
+    """Yield values of a setting other than its default, each with how it is typed."""
+    option = "--" + field.name.replace("_", "-")
+    hint = typing.get_type_hints(kind)[field.name]
+    kinds = set(typing.get_args(hint) or [hint]) - {type(None)}
+    if kinds == {bool}:
+        if field.default is not True:
+            yield True, [option]
+        if field.default is not False:
+            yield False, ["--" + field.metadata.get("off", "no-" + option[2:])]
+    elif "choices" in field.metadata:
+        yield from ((value, [option, str(value)]) for value in field.metadata["choices"] if value != field.default)
+    else:
+        value = {int: 7, float: 0.5, str: "name"}[kinds.pop()]
+        yield value, [option, str(value)]
 
 
-@pytest.mark.parametrize(
-    ("typed", "order"),
-    [
-        ("", (False, False, True)),
-        ("--desc-act", (True, False, False)),
-        ("--desc-act --static-groups", (True, True, False)),
-        ("--act-group-aware", (False, False, True)),
-        ("--no-act-group-aware", (False, False, False)),
-    ],
-)
-def test_column_orders(monkeypatch: pytest.MonkeyPatch, typed: str, order: tuple[bool, bool, bool]) -> None:
-    quantize = replace(monkeypatch, "quantize", Recorder(REPORT))
-    assert cli.main(["quantize", "model", "out", *typed.split()]) == 0
-    chosen = quantize.options["config"]
-    assert (chosen.desc_act, chosen.static_groups, chosen.act_group_aware) == order
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_every_setting_is_an_option_and_has_the_default_of_its_class(kind, settings):
+    fields = [field for field in dataclasses.fields(kind) if field.name not in ("overrides", "source")]
+    assert fields
+    for command in COMMANDS[kind]:
+        source = {}
+        if kind is gptqkit.Calibration:
+            source["source"] = "a.txt" if "--calibration" in command else None
+        assert settings(command.split())[kind] == kind(**source)
+        for field in fields:
+            for value, words in values(kind, field):
+                assert settings([*command.split(), *words])[kind] == kind(**{field.name: value}, **source)
 
 
-def test_minus_one_means_a_group_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    quantize = replace(monkeypatch, "quantize", Recorder(REPORT))
-    assert cli.main(["quantize", "model", "out", "--group-size", "-1"]) == 0
-    assert quantize.options["config"].group_size is None
-
-
-@pytest.mark.parametrize(
-    ("typed", "passed"),
-    [
-        ([], None),
-        (["--calibration", "wikitext2"], "wikitext2"),
-        (["--calibration", "a.txt", "--calibration", "b.json"], [Path("a.txt"), Path("b.json")]),
-    ],
-)
-def test_one_calibration_source_or_several_files(
-    monkeypatch: pytest.MonkeyPatch, typed: list[str], passed: Any
-) -> None:
-    quantize = replace(monkeypatch, "quantize", Recorder(REPORT))
-    assert cli.main(["quantize", "model", "out", *typed]) == 0
-    assert quantize.options["calibration"] == passed
-
-
-def test_overrides_and_skips_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    quantize = replace(monkeypatch, "quantize", Recorder(REPORT))
-    typed = ["--override", "(?:up|down)_proj:bits=8,group_size=-1", "--skip", r"\.0\.", "--override", r"\.0\.:bits=3"]
-    assert cli.main(["quantize", "model", "out", *typed]) == 0
-    overrides = quantize.options["config"].overrides
-    assert list(overrides.items()) == [
-        ("(?:up|down)_proj", config.ModuleOverride(bits=8, group_size=-1)),
-        (r"\.0\.", config.ModuleOverride(skip=True)),
+def test_settings_that_are_typed_in_a_form_of_their_own(settings):
+    command = "quantize model out --group-size -1 --max-shard-bytes 3MiB --calibration a.txt --calibration b.json"
+    words = ["--override", "(?:up|down)_proj:bits=8,group_size=-1", "--skip", r"\.0\.", "--override", r"\.0\.:bits=3"]
+    found = settings([*command.split(), *words])
+    config = found[gptqkit.QuantizeConfig]
+    assert config.group_size is None
+    assert list(config.overrides.items()) == [
+        ("(?:up|down)_proj", gptqkit.ModuleOverride(bits=8, group_size=-1)),
+        (r"\.0\.", gptqkit.ModuleOverride(skip=True)),
     ]
+    assert found[gptqkit.Calibration].source == [Path("a.txt"), Path("b.json")]
+    assert found[Run].max_shard_bytes == 3 << 20
+    assert gptqkit.Calibration not in settings(QUANTIZE)
 
 
 @pytest.mark.parametrize(
@@ -182,249 +125,180 @@ def test_overrides_and_skips_keep_their_order(monkeypatch: pytest.MonkeyPatch) -
         "quantise model out",
         "quantize model",
         "quantize model out --bits 5",
-        "quantize model out --sym --asym",
-        "quantize model out --act-group-aware --no-act-group-aware",
-        "quantize model out --samples 0",
-        "quantize model out --samples -3",
-        "quantize model out --activation-memory 8GB",
-        "plan model --activations nowhere",
-        "quantize model out --override down_proj",
+        "inspect folder --js",
+        "quantize model out --desc-act --act-group-aware",
+        "quantize model out --calibration a.txt --samples 0",
+        "quantize model out --max-shard-bytes 8GB",
         "quantize model out --override bits=4",
         "quantize model out --override down_proj:",
         "quantize model out --override down_proj:skip=1",
-        "quantize model out --override down_proj:bits=four",
+        "quantize model out --override down_proj:bits=5",
         "quantize model out --skip (",
-        "quantize model out --calib a.txt",
+        "plan model --activations nowhere",
         "evaluate model",
-        "evaluate model --dataset a.txt --backend triton",
-        "convert in out",
-        "convert in out --format awq",
+        "convert in out --format no-format",
     ],
 )
-def test_senseless_command_lines_end_with_2(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_are_two_lines_and_2(typed, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(typed.split())
     assert stopped.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "error: " in captured.err
+    assert re.fullmatch(r"(gptqkit( \w+)?): usage error: .+\nTry '\1 --help'\.\n", captured.err)
+
+
+def test_a_size_that_is_none_is_explained(capsys):
+    with pytest.raises(SystemExit):
+        cli.main([*QUANTIZE, "--max-shard-bytes", "8GB"])
+    assert "'8GB' is no size; give one such as 8GiB" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("failure", "line"),
     [
-        (CheckpointError("qweight is\n  torn"), "gptqkit: error: qweight is torn"),
-        (BackendError("no cuda"), "gptqkit: error: no cuda"),
-        (FileNotFoundError(2, "No such file", "a.txt"), "gptqkit: error: [Errno 2] No such file: 'a.txt'"),
+        (CheckpointError("qweight is\n  torn"), "gptqkit: error: qweight is torn\n"),
+        (FileNotFoundError(2, "No such file", "a.txt"), "gptqkit: error: [Errno 2] No such file: 'a.txt'\n"),
     ],
 )
-def test_expected_failures_are_one_line_and_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failure: Exception, line: str
-) -> None:
-    replace(monkeypatch, "inspect", Recorder(failure=failure))
+def test_errors_are_one_line_and_1_and_verbose_adds_where(behave, capsys, failure, line):
+    behave("inspect", failure)
     assert cli.main(["inspect", "folder"]) == 1
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", line + "\n")
+    assert (captured.out, captured.err) == ("", line)
     assert cli.main(["inspect", "folder", "--verbose"]) == 1
-    assert "Traceback" in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert text.startswith("Traceback")
+    assert text.endswith(line)
 
 
-def test_settings_that_contradict_each_other_are_one_line_and_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["quantize", "model", "out", "--desc-act", "--act-group-aware"]) == 1
-    assert capsys.readouterr().err.startswith("gptqkit: error: desc_act and act_group_aware")
-
-
-def test_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace(monkeypatch, "inspect", Recorder(failure=ZeroDivisionError()))
+def test_bugs_are_not_hidden(behave):
+    behave("inspect", ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
         cli.main(["inspect", "folder"])
 
 
-def test_interruption_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    replace(monkeypatch, "convert", Recorder(failure=KeyboardInterrupt()))
+def test_an_interruption_is_130(behave, capsys):
+    behave("convert", KeyboardInterrupt())
     assert cli.main(["convert", "in", "out", "--format", "gptq"]) == 130
     assert capsys.readouterr().err == "gptqkit: interrupted\n"
 
 
-class Planned(Recorder):
-    """Stands for a plan as well: refuses where it has a refusal."""
-
-    def __init__(self, values: dict[str, Any], refusal: Exception | None = None) -> None:
-        super().__init__(values)
-        self.refusal = refusal
-
-    def check(self, *, fit_check: bool = True) -> None:
-        if self.refusal is not None and fit_check:
-            raise self.refusal
+def test_a_reader_that_has_seen_enough_is_no_error(behave, monkeypatch, capsys):
+    behave("inspect", SimpleNamespace(to_dict=lambda: {"bits": {4: 1}}))
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        assert cli.main(["inspect", "folder", "--json"]) == 0
+    assert capsys.readouterr().err == ""
 
 
-PLAN = {
-    "blocks": 4,
-    "source_bytes": 3 << 20,
-    "output_bytes": 1 << 20,
-    "seconds": 90.0,
-    "needs": {"RAM": {"parts": {"one block": 1 << 20}, "total": 1 << 20, "available": None}},
-}
-
-
-def test_plan_takes_the_options_of_quantize(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = replace(monkeypatch, "plan", Planned(PLAN))
-    command = "plan org/model --out out --bits 3 --method gptaq --calibration a.txt --samples 3 --sequence-length 16 "
-    command += "--batch-size 2 --activations disk --activation-memory 1GiB --device cpu --trust-remote-code --untimed "
-    command += "--evaluate-on b.txt"
-    assert cli.main(command.split()) == 0
-    assert plan.args == ("org/model",)
-    assert plan.options == {
-        "out": Path("out"),
-        "config": config.QuantizeConfig(bits=3, method="gptaq"),
-        "samples": 3,
-        "sequence_length": 16,
-        "batch_size": 2,
-        "activations": "disk",
-        "activation_memory": 1 << 30,
-        "device": "cpu",
-        "evaluate_on": "b.txt",
-        "timed": False,
-        "trust_remote_code": True,
-    }
-    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "model 3.00 MiB" in printed
-    assert "estimated time 1 min 30 s, from one timed block" in printed
-    assert "RAM 1.00 MiB" in printed
-    assert "there is not known" in printed
-
-
-def test_a_plan_that_does_not_fit_is_shown_and_then_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = replace(monkeypatch, "plan", Planned(PLAN, DoesNotFitError("too large")))
-    assert cli.main(["plan", "org/model", "--json"]) == 1
-    assert plan.options["out"] is None
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_several_processes_the_first_speaks(behave, monkeypatch, capsys, rank):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(rank))
+    behave("quantize", SimpleNamespace(report=SimpleNamespace(to_dict=lambda: {"modules": []})))
+    assert cli.main(QUANTIZE) == 0
+    behave("quantize", AbandonedError("another process failed"))
+    assert cli.main(QUANTIZE) == 1
     captured = capsys.readouterr()
-    assert json.loads(captured.out) == PLAN
-    assert captured.err == "gptqkit: error: too large\n"
-    assert cli.main(["plan", "org/model", "--json", "--no-fit-check"]) == 0
+    assert ("written to out" in captured.out, "another process failed" in captured.err) == (rank == 0, rank == 0)
 
 
-def test_evaluate_prints_a_table_and_writes_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    evaluate = replace(monkeypatch, "evaluate", Recorder({"perplexity": 41.2261, "kl_divergence": None}))
-    file = tmp_path / "scores.json"
-    command = "evaluate out --dataset a.txt --sequence-length 512 --reference org/model --backend cpu --dtype float32 "
-    command += (
-        "--stride 256 --max-windows 3 --batch-size 2 --device cpu --column c --split s --trust-remote-code --json"
-    )
-    assert cli.main([*command.split(), str(file)]) == 0
-    assert evaluate.args == ("out",)
-    del evaluate.options["progress"]
-    assert evaluate.options == {
-        "dataset": "a.txt",
-        "reference": "org/model",
-        "sequence_length": 512,
-        "stride": 256,
-        "batch_size": 2,
-        "max_windows": 3,
-        "device": "cpu",
-        "backend": "cpu",
-        "dtype": "float32",
-        "column": "c",
-        "split": "s",
-        "trust_remote_code": True,
-    }
-    printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert printed["perplexity"] == "41.226"
-    written = json.loads(file.read_text(encoding="utf-8"))
-    assert written["perplexity"] == 41.2261
-    assert written["reference"] == "org/model"
-    assert list(tmp_path.iterdir()) == [file]
-
-
-def test_json_that_cannot_be_written_leaves_the_old_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "scores.json"
-    file.write_text("old", encoding="utf-8")
-    replace(monkeypatch, "evaluate", Recorder({"perplexity": object()}))
-    with pytest.raises(TypeError):
-        cli.main(["evaluate", "out", "--dataset", "a.txt", "--json", str(file)])
-    assert file.read_text(encoding="utf-8") == "old"
-    assert list(tmp_path.iterdir()) == [file]
-
-
-def test_inspect_prints_text_or_nothing_but_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    readers = [
-        {"name": "gptqkit", "loads": True, "reasons": []},
-        {"name": "vLLM", "loads": False, "reasons": ["3 bits", "asymmetric"]},
-    ]
-    summary = {"format": "gptq_v2", "bits": {"3": 42}, "group_sizes": {"128": 42}, "readers": readers}
-    inspect = replace(monkeypatch, "inspect", Recorder(summary))
-    assert cli.main(["inspect", "folder", "--json"]) == 0
-    assert inspect.args == (Path("folder"),)
-    assert json.loads(capsys.readouterr().out) == summary
-    assert cli.main(["inspect", "folder"]) == 0
-    printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line != "readers")
-    assert (printed["format"], printed["bits"]) == ("gptq_v2", "3 (42 layers)")
-    assert (printed["gptqkit"], printed["vLLM"]) == ("yes", "no: 3 bits; asymmetric")
-
-
-def test_convert_passes_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    convert = replace(monkeypatch, "convert", Recorder())
-    assert cli.main(["convert", "in", "out", "--format", "gptq", "--overwrite"]) == 0
-    assert convert.args == (Path("in"), Path("out"))
-    assert convert.options == {"format": "gptq", "overwrite": True}
-
-
-def test_messages_of_the_library_reach_standard_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def evaluate(*_: Any, **__: Any) -> Recorder:
-        logging.getLogger("gptqkit").info("backend torch: no other can serve 3 bits")
+def test_messages_of_the_library_reach_standard_error(monkeypatch, capsys):
+    def convert(*_, **__):
+        logging.getLogger("gptqkit").info("worth knowing")
         logging.getLogger("gptqkit.loading").debug("only when asked")
-        return Recorder({"perplexity": 2.0})
 
-    monkeypatch.setattr(gptqkit, "evaluate", evaluate)
-    assert cli.main(["evaluate", "out", "--dataset", "a.txt"]) == 0
-    assert capsys.readouterr().err == "gptqkit: backend torch: no other can serve 3 bits\n"
-
-
-def test_libraries_are_silenced_in_the_command_only() -> None:
-    script = (
-        "import gptqkit, gptqkit.cli as cli, logging, sys\n"
-        "def evaluate(*args, **options):\n"
-        "    import transformers\n"
-        "    transformers.utils.logging.get_logger('transformers.models').warning('chatter')\n"
-        "    logging.getLogger('huggingface_hub.utils._http').warning('chatter')\n"
-        "    raise OSError('no such model')\n"
-        "gptqkit.evaluate = evaluate\n"
-        "sys.exit(cli.main(['evaluate', 'model', '--dataset', 'a.txt']))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=_environment(), capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (1, "gptqkit: error: no such model\n")
+    monkeypatch.setattr(gptqkit, "convert", convert)
+    command = ["convert", "in", "out", "--format", "gptq"]
+    assert cli.main(command) == 0
+    assert capsys.readouterr() == ("written to out\n", "gptqkit: worth knowing\n")
+    assert cli.main([*command, "--verbose"]) == 0
+    assert capsys.readouterr().err == "gptqkit: worth knowing\ngptqkit: only when asked\n"
 
 
-def test_help_answers_without_loading_torch() -> None:
+def test_plan_prints_sizes_and_refuses_what_cannot_run(example_model, tmp_path, monkeypatch, capsys):
+    command = ["plan", str(example_model), "--out", str(tmp_path / "out"), "--device", "cpu", "--samples", "2"]
+    assert cli.main([*command, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    weights = sum(file.stat().st_size for file in example_model.glob("*.safetensors"))
+    assert plan["source_bytes"] == pytest.approx(weights, rel=0.01)
+    assert set(plan["needs"]) == {"RAM", "disk"}
+    assert all(sum(need["parts"].values()) == need["total"] for need in plan["needs"].values())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5000))
+    assert cli.main(command) == 1
+    captured = capsys.readouterr()
+    shown = {" ".join(line.split()[:-2]): line.split()[-2:] for line in captured.out.splitlines() if line}
+    assert shown["model"] == [f"{weights / 2**20:.1f}", "MiB"]
+    assert {"RAM", "one block", "disk", "checkpoint"} <= set(shown)
+    assert re.fullmatch(r"gptqkit: error: .* MiB of disk .*, and there is 4.88 KiB; .*\n", captured.err)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_scores_as_text_and_as_json(behave, capsys):
+    command = ["evaluate", "out", "--dataset", "a.txt"]
+    behave("evaluate", SimpleNamespace(to_dict=lambda: {"perplexity": 41.2261, "kl_divergence": None}))
+    assert cli.main(command) == 0
+    assert re.search(r"^perplexity +41.226$", capsys.readouterr().out, re.MULTILINE)
+    assert cli.main([*command, "--json"]) == 0
+    scores = {"model": "out", "dataset": "a.txt", "reference": None, "perplexity": 41.2261, "kl_divergence": None}
+    assert json.loads(capsys.readouterr().out) == scores
+
+
+def test_help_loads_nothing_heavy_and_reads_as_it_is_typed():
     script = (
         "import sys, gptqkit.cli as cli\n"
-        "try: cli.main(['quantize', '--help'])\n"
-        "finally: print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)), file=sys.stderr)\n"
+        "for command in ([], ['quantize'], ['plan'], ['evaluate'], ['inspect'], ['convert']):\n"
+        "    try: cli.main([*command, '--help'])\n"
+        "    except SystemExit as stopped: assert stopped.code == 0\n"
+        "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)), file=sys.stderr)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=_environment(), capture_output=True, text=True, check=False
-    )
+    done = run([sys.executable, "-c", script])
     assert done.stderr == "[]\n"
-    assert "exit codes:" in done.stdout
+    assert done.stdout.count("exit codes:") == 6
+    assert "`" not in done.stdout
+    text = " ".join(done.stdout.split())
+    assert re.search(r"--max-shard-bytes SIZE .* \(default: 4GiB\)", text)
+    assert "--mse, --no-mse" in text
+    assert not re.search("[a-z]_act", text)
 
 
-def test_runs_as_a_module() -> None:
-    command = [sys.executable, "-m", "gptqkit", "--version"]
-    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=True)
-    assert done.stdout == f"gptqkit {__version__}\n"
+def test_the_installed_command_from_a_model_to_another_format(example_model, small_text, tmp_path):
+    """Results go to standard output, and to standard error nothing but lines of our own."""
+    text, out = tmp_path / "small.txt", tmp_path / "out"
+    text.write_text(small_text, encoding="utf-8", newline="")
+    gptqkit_command = Path(sys.executable).with_name("gptqkit")
+
+    def call(*words):
+        done = run([str(gptqkit_command), *map(str, words)])
+        assert done.returncode == 0, done.stderr
+        assert not [line for line in done.stderr.splitlines() if not line.startswith(("gptqkit: ", *stages))]
+        return done
+
+    stages = ("quantize: layer ", "evaluate: ")
+    length = ("--sequence-length", 64, "--device", "cpu")
+    overrides = ("--skip", "layers.[2-5].", "--override", "down_proj$:bits=8", "--evaluate-on", text)
+    done = call("quantize", example_model, out, "--calibration", text, "--samples", 2, *length, *overrides)
+    assert sum(line.startswith("quantize: layer ") for line in done.stderr.splitlines()) == 2
+    assert done.stdout.endswith(f"written to {out}\n")
+    assert "quantize:" not in done.stdout
+
+    done = call("evaluate", out, "--dataset", text, *length, "--json")
+    scores = json.loads(done.stdout)
+    [row] = json.loads((out / "quantization_report.json").read_text(encoding="utf-8"))["perplexity"]
+    assert scores["perplexity"] == pytest.approx(row["perplexity"], rel=1e-5)
+    assert "gptqkit: backend cpu: " in done.stderr
+
+    assert json.loads(call("inspect", out, "--json").stdout)["bits"] == {"4": 12, "8": 2}
+    call("convert", out, tmp_path / "v1", "--format", "gptq")
+    before, after = gptqkit.open_checkpoint(out), gptqkit.open_checkpoint(tmp_path / "v1")
+    assert list(before.layers) == list(after.layers)
+    for name in before.layers:
+        assert before.weight(name).dequantize().equal(after.weight(name).dequantize())
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(Path(gptqkit.__file__).parent.parent)}
+def run(command):
+    environment = {**os.environ, "PYTHONPATH": str(Path(gptqkit.__file__).parent.parent)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

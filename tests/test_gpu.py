@@ -1,20 +1,13 @@
-"""Quantizing on a GPU, simulated on every machine and real where there is one: the same results as on a CPU."""
-
-import gc
-from functools import partial
+"""Quantizing and running on a GPU, simulated on every machine and real where there is one."""
 
 import pytest
 import torch
 
 import gptqkit
-from gptqkit.budget import make_plan
-from gptqkit.machine import Machine
-from gptqkit.quantizer.walk import quantize_blocks
-from gptqkit.sizes import measure, shapes_of
-from gptqkit.workload import Workload
-from support.models import build, windows
+from support.models import build, samples, save
+from support.pipeline import assert_close, dequantized, outputs, quantize
 
-UNKNOWN = Machine(memory=None, program=0, gpu=None, disk=None)
+SMALL = samples(4, 16)  # which the simulation needs
 
 
 @pytest.mark.parametrize(
@@ -25,6 +18,7 @@ UNKNOWN = Machine(memory=None, program=0, gpu=None, disk=None)
         lambda here, there: there.index_put((torch.tensor([0], device=here.device),), there[:1]),
         lambda here, there: here.index_put((torch.tensor([0]),), there[:1]),
         lambda here, there: torch.cat([here, there]),
+        lambda here, there: torch.mm(here.half().T, there.half(), out_dtype=torch.float32),
         lambda here, there: torch.nn.functional.scaled_dot_product_attention(here[None], there[None], here[None]),
     ],
 )
@@ -35,74 +29,81 @@ def test_operands_on_two_devices_are_refused(gpu, mix):
     mix(there.to(gpu), there.to(gpu))
 
 
-def quantized(source, out, device, **changes):
-    """The result at small sizes, which the simulation needs."""
-    config = gptqkit.QuantizeConfig(bits=4, group_size=32, sym=False, **changes.pop("config", {}))
-    tokens = windows(samples=4, length=16).input_ids
-    return gptqkit.quantize(source, tokens, out, config, sequence_length=16, batch_size=3, device=device, **changes)
+CASES = [
+    ("llama", {"method": "rtn"}, "auto"),
+    ("llama", {"method": "gptq", "lm_head": True, "desc_act": True}, "memory"),
+    ("qwen2", {"method": "gptaq", "true_sequential": False}, "disk"),
+    pytest.param(("mixtral", {"method": "gptq"}, "device"), marks=pytest.mark.slow),
+    ("gpt_oss", {"method": "gptaq"}, "device"),
+    ("llava", {"method": "gptaq"}, "auto"),
+    ("bert", {"method": "gptq"}, "auto"),
+]
 
 
-def assert_as_good(result, on_cpu):
-    here, there = ({module.name: module.error for module in one.report.modules} for one in (result, on_cpu))
-    assert here.keys() == there.keys()
-    assert sum(here.values()) == pytest.approx(sum(there.values()), rel=0.05)
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1]['method']}")
+def on_cpu(request, tmp_path):
+    """A model in files, and what it is quantized with and to on the CPU, where nothing is simulated."""
+    name, settings, activations = request.param
+    model = build(name, **({"tie_word_embeddings": False} if settings.get("lm_head") else {}))
+    save(model.bfloat16(), tmp_path / "model")
+    result = quantize(tmp_path / "model", tmp_path / "cpu", SMALL, run={"activations": activations}, **settings)
+    return result, settings, activations
 
 
-@pytest.mark.parametrize(
-    ("method", "activations"), [("rtn", "auto"), ("gptq", "memory"), ("gptq", "disk"), ("gptaq", "device")]
-)
-def test_what_a_gpu_quantizes_is_as_good_and_is_what_is_loaded(gpu, method, activations, tmp_path):
-    results = {}
-    for device in ("cpu", gpu):
-        settings = {"config": {"method": method}, "activations": activations}
-        result = results[device] = quantized(build("llama"), tmp_path / device, device, **settings)
-        loaded, _ = gptqkit.load(tmp_path / device, device=device, backend="torch", dtype="float32")
-        for name, weight in result.weights.items():
-            stored = loaded.get_submodule(name).packed().dequantize(torch.float32)
-            assert torch.equal(stored.cpu(), weight.dequantize())
-    assert_as_good(results[gpu], results["cpu"])
+def test_what_a_gpu_quantizes_is_as_good_as_on_a_cpu_and_is_what_is_loaded(on_cpu, gpu, tmp_path):
+    expected, settings, activations = on_cpu
+    run = {"activations": activations, "device": gpu}
+    found = quantize(tmp_path / "model", tmp_path / gpu, SMALL, run=run, **settings)
+    assert (expected.report.device, found.report.device) == ("cpu", "cuda")
+    errors = [{module.name: module.error for module in result.report.modules} for result in (expected, found)]
+    assert errors[0].keys() == errors[1].keys()
+    assert sum(errors[1].values()) == pytest.approx(sum(errors[0].values()), rel=0.05)
+    loaded, _ = gptqkit.load(tmp_path / gpu, device=gpu, backend="torch", dtype="float32")
+    assert {tensor.device.type for tensor in loaded.state_dict().values()} == {"cuda"}
+    theirs = dequantized(tmp_path / gpu, tmp_path / "model", tmp_path / "dense")
+    assert_close(outputs(loaded, SMALL).cpu(), outputs(theirs, SMALL), rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llava", "bert"])
-def test_other_models_from_disk(gpu, name, tmp_path):
-    build(name).save_pretrained(tmp_path / "model")
-    on_cpu, on_gpu = (
-        quantized(tmp_path / "model", tmp_path / device, device, config={"method": "gptaq"}) for device in ("cpu", gpu)
-    )
-    assert_as_good(on_gpu, on_cpu)
+@pytest.fixture(scope="module")
+def checkpoint(example_model, small_text, tmp_path_factory):
+    """The example model at 3 bits, asymmetric, with act-order: everything at once."""
+    out = tmp_path_factory.mktemp("example") / "q"
+    config = gptqkit.QuantizeConfig(bits=3, group_size=64, sym=False, desc_act=True)
+    source = gptqkit.Calibration([small_text], samples=4, sequence_length=64)
+    return gptqkit.quantize(example_model, source, out, config, run=gptqkit.Run(device="cpu")).path
 
 
-def test_a_quantized_head_and_the_comparison_with_the_float_model(gpu, tmp_path):
-    build("llama", tie_word_embeddings=False).save_pretrained(tmp_path / "model")
-    config = {"lm_head": True, "desc_act": True}
-    results = [quantized(tmp_path / "model", tmp_path / device, device, config=config) for device in ("cpu", gpu)]
-    assert_as_good(*results)
-    ids = windows().input_ids
-    scores = gptqkit.evaluate(
-        tmp_path / gpu, ids, reference=tmp_path / "model", sequence_length=24, device=gpu, dtype="float16"
-    )
-    assert scores.backend == "cuda"
-    assert 0 < scores.kl_divergence < 0.1
+@pytest.mark.parametrize("batch_size", [1, 8], ids=["fused", "dense"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 1e-3), ("bfloat16", 1e-2)])
+@pytest.mark.parametrize("length", [16, *(pytest.param(each, marks=pytest.mark.gpu) for each in (48, 512))])
+def test_perplexity_is_that_of_the_reference(
+    checkpoint, example_model, gpu, small_text, dtype, tolerance, batch_size, length
+):
+    reference = example_model if dtype == "float16" and batch_size == 8 else None
+    scores = {}
+    for backend in ("auto", "torch"):
+        how = gptqkit.Evaluation(
+            sequence_length=length,
+            max_windows=batch_size,
+            batch_size=batch_size,
+            dtype=dtype,
+            device=gpu,
+            backend=backend,
+        )
+        scores[backend] = gptqkit.evaluate(checkpoint, [small_text], how, reference=reference)
+    assert (scores["auto"].backend, scores["torch"].backend) == ("cuda", "torch")
+    assert scores["auto"].perplexity == pytest.approx(scores["torch"].perplexity, rel=tolerance)
+    if reference is not None:
+        assert scores["auto"].kl_divergence == pytest.approx(scores["torch"].kl_divergence, rel=0.05)
 
 
-# A real one's allocator rounds sizes up, and cuBLAS holds more than these models: only the simulated one is as exact.
-@pytest.mark.parametrize("gpu", ["simulated"], indirect=True)
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [("llama", {}), ("llama", {"method": "gptaq"}), ("mixtral", {}), ("falcon", {"true_sequential": False})],
-)
-def test_a_run_holds_at_its_height_what_the_plan_says(gpu, name, changes):
-    model = build(name).bfloat16()
-    config = gptqkit.QuantizeConfig(group_size=32, **changes)
-    work = Workload(
-        config=config, sequence_length=48, device=torch.device(gpu), samples=8, batch_size=4, activations="device"
-    )
-    need = make_plan(partial(measure, shapes_of(model)), work, UNKNOWN).needs["GPU memory"]
-    expected = need.total - need.parts["allowance"]
-    gc.collect()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    with torch.no_grad():
-        quantize_blocks(model, windows(8, 48), config, device=work.device, batch_size=4, activations="device")
-    held = torch.cuda.max_memory_allocated() - before
-    assert 0.9 * held < expected < 1.2 * held
+def test_a_loaded_model_generates_what_the_reference_backend_does_and_is_no_larger(checkpoint, gpu):
+    found, held = [], []
+    for backend in ("torch", "cuda"):
+        model, tokenizer = gptqkit.load(checkpoint, device=gpu, backend=backend)
+        held.append(sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values()))
+        prompt = tokenizer("The captain said", return_tensors="pt").to(gpu)
+        found.append(model.generate(**prompt, max_new_tokens=3, do_sample=False))
+        assert found[-1].shape[1] == prompt.input_ids.shape[1] + 3
+    assert torch.equal(*found)
+    assert held[1] <= 1.05 * held[0]

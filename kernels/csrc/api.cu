@@ -2,7 +2,7 @@
 #include "api.h"
 #include "hardware.cuh"
 
-GPTQKIT_API int gptqkit_abi(void) { return 3; }
+GPTQKIT_API int gptqkit_abi(void) { return 4; }
 
 GPTQKIT_API const char *gptqkit_error(int code) {
     switch (code) {
@@ -10,9 +10,9 @@ GPTQKIT_API const char *gptqkit_error(int code) {
     case GPTQKIT_BAD_BITS: return "bits is none of 2, 3, 4 and 8";
     case GPTQKIT_BAD_DTYPE: return "dtype is neither 0 (float16) nor 1 (bfloat16)";
     case GPTQKIT_BAD_SHAPE:
-        return "a size is negative, k is no multiple of 32, codes fill no whole words, or n or k is above 2^22 - 64";
+        return "a size is negative, k is no multiple of 32, or n or k is above 2^22 - 64";
     case GPTQKIT_BAD_GROUP: return "the group size does not fit this kernel";
-    case GPTQKIT_BAD_SPLIT: return "split is outside 1 ... 64, or above 1 without workspace and tickets";
+    case GPTQKIT_BAD_SPLIT: return "split is outside 1 ... 64, or above 1 without workspace and locks";
     case GPTQKIT_BAD_ALIGNMENT: return "a tensor is not aligned as api.h asks";
     default: return runtime_error(code);
     }

@@ -1,13 +1,13 @@
-// The C interface of the kernel library, version 3. It needs the CUDA driver and neither torch nor Python.
+// The C interface of the kernel library, version 4. It needs the CUDA driver and neither torch nor Python.
 //
 // A layer has N outputs, K inputs and G = ceil(K / group) groups of `group` neighbouring inputs. Its weight is
 //
 //     W[n, k] = (code[k, n] - zero[k / group, n]) * scale[k / group, n]
 //     y[m, n] = bias[n] + sum_k x[m, k] W[n, k]
 //
-// The checkpoint's tensors are repacked once (gptqkit_repack_*); gptqkit_gemm and gptqkit_dequantize read that form.
+// The caller packs codes and grids once into the form that gptqkit_gemm and gptqkit_dequantize read (kernels/cuda.py).
 //
-// Repacked form. Columns go in tiles of 64, inputs in steps of 16, four of which make one unit of 64 x 64 codes.
+// Packed form. Columns go in tiles of 64, inputs in steps of 16, four of which make one unit of 64 x 64 codes.
 //     weight  uint32 [ceil(N/64)][ceil(K/64)][bits][32][4]     what each lane of a warp reads, see layout.cuh
 //     scale   float16 [G][ceil(N/64) * 64]                     column 16i + 8h + c of a tile is at 8c + 2i + h
 //     zero    [G][ceil(N/64) * 64], in the same order          nibbles at 2 and 3 bits (two per byte, the first low),
@@ -32,14 +32,14 @@ enum gptqkit_code {
     GPTQKIT_OK = 0,
     GPTQKIT_BAD_BITS = -1,      // bits is none of 2, 3, 4, 8
     GPTQKIT_BAD_DTYPE = -2,     // dtype is neither 0 nor 1
-    GPTQKIT_BAD_SHAPE = -3,     // a negative size, k no multiple of 32, codes in no whole words, n or k above 2^22 - 64
+    GPTQKIT_BAD_SHAPE = -3,     // a negative size, k no multiple of 32, n or k above 2^22 - 64
     GPTQKIT_BAD_GROUP = -4,     // see each function
-    GPTQKIT_BAD_SPLIT = -5,     // split outside 1 ... 64, or above 1 without workspace and tickets
+    GPTQKIT_BAD_SPLIT = -5,     // split outside 1 ... 64, or above 1 without workspace and locks
     GPTQKIT_BAD_ALIGNMENT = -6, // see each function
     GPTQKIT_FAULT = -7,         // emulator only: the kernel broke a rule of the hardware; the text says which
 };
 
-// The number of this interface: 3. A library with another number must not be called otherwise.
+// The number of this interface: 4. A library with another number must not be called otherwise.
 GPTQKIT_API int gptqkit_abi(void);
 
 // A text for a code, valid until the thread's next call.
@@ -49,22 +49,10 @@ GPTQKIT_API const char *gptqkit_error(int code);
 // was built with. It runs where driver / 1000 >= built / 1000. The emulator gives 0 and 0.
 GPTQKIT_API int gptqkit_versions(int *driver, int *built);
 
-// Codes as GPTQ packs them -> `weight`. Packed input p takes source row rows[p] (every one once), or p where rows is
-// NULL: act-order layers sort their inputs by group here and gather x in the same order. `weight` is 16-byte aligned.
-GPTQKIT_API int gptqkit_repack_weight(int bits, const int32_t *qweight /*[K*bits/32, N]*/,
-                                      const int32_t *rows /*[K] or NULL*/, uint32_t *weight, int n, int k,
-                                      void *stream);
-
-// Scales and packed zeros -> `scale` and `zero`. A zero is its stored code + zero_offset: 1 in GPTQ v1, 0 in v2. A
-// row of zeros must fill whole words. scale and zero are 16-byte aligned.
-GPTQKIT_API int gptqkit_repack_grid(int bits, const void *scales /*float16 [G, N]*/,
-                                    const int32_t *qzeros /*[G, N*bits/32]*/, int zero_offset, void *scale, void *zero,
-                                    int n, int groups, void *stream);
-
 // What gptqkit_gemm needs for these sizes, at any bits and dtype: float32 elements of `workspace` (contents free) and
-// int32 elements of `tickets` (0 before the first call, 0 after every call, so calls of one stream may share them).
+// int32 elements of `locks` (0 before the first call, 0 after every call, so calls of one stream may share them).
 // Both are 0 when split is 1, and the pointers may then be NULL.
-GPTQKIT_API int gptqkit_workspace(int m, int n, int k, int split, int64_t *floats, int64_t *tickets);
+GPTQKIT_API int gptqkit_workspace(int m, int n, int k, int split, int64_t *floats, int64_t *locks);
 
 // y = x WT + bias. x is [M, K] with rows ldx elements apart; x is 16-byte aligned and ldx a multiple of 8 (M = 1: any).
 // weight, scale and zero are 16-byte aligned. group is a multiple of 16, or at least k (one group per row). Each column
@@ -72,10 +60,10 @@ GPTQKIT_API int gptqkit_workspace(int m, int n, int k, int split, int64_t *float
 // equal bits. m = 0 does nothing.
 GPTQKIT_API int gptqkit_gemm(int bits, int dtype, const void *x, int64_t ldx, const uint32_t *weight, const void *scale,
                              const void *zero, const void *bias /*[N] or NULL*/, void *y /*[M, N]*/, float *workspace,
-                             int32_t *tickets, int m, int n, int k, int group, int split, void *stream);
+                             int32_t *locks, int m, int n, int k, int group, int split, void *stream);
 
 // Rows first ... first + count - 1 of W as dense [count, K], inputs in packed order: exact in float32, rounded once.
-// group is a multiple of 4, or at least k. dense is 8-byte aligned.
+// group is a multiple of 16, or at least k. dense is 8-byte aligned.
 GPTQKIT_API int gptqkit_dequantize(int bits, int dtype, const uint32_t *weight, const void *scale, const void *zero,
                                    void *dense, int first, int count, int n, int k, int group, void *stream);
 

@@ -2,12 +2,11 @@
 //
 // Layouts: layout.cuh; dense is [count, K]. One warp per unit of 64 columns x 64 inputs, four to a block; a lane's four
 // neighbouring inputs leave as one 8-byte store, those of four lanes fill a 32-byte sector.
-// Preconditions, checked below: K a multiple of 32; group a multiple of 4 or at least K; dense 8-byte aligned.
-// Bound by writing: 2 bytes per weight. A code less a zero has at most 9 bits and a scale 11, so float32 holds the
-// product exactly and the only rounding is the one to the dtype.
+// Preconditions, checked below: K a multiple of 32; group a multiple of 16 or at least K; dense 8-byte aligned.
+// Bound by writing: 2 bytes per weight. Each weight is rounded once, to the dtype (weights.cuh).
 #include "api.h"
 #include "checks.h"
-#include "layout.cuh"
+#include "weights.cuh"
 
 namespace {
 
@@ -33,30 +32,25 @@ template <class T, int BITS> KERNEL(kWarps *kLanes, 1) dequantize(DequantizeArgu
         const uint4 vector = load_constant(source + v * kLanes);
         word[4 * v] = vector.x, word[4 * v + 1] = vector.y, word[4 * v + 2] = vector.z, word[4 * v + 3] = vector.w;
     }
+    Weights<T, BITS> weights;
+    int group = -1;
 #pragma unroll
     for (int j = 0; j < kSteps; j++) {
-        const int k = unit * kTile + kStep * j + 4 * (lane % 4);
-        if (k >= a.k) return;
-        const int64_t grid = (int64_t(k / a.group) * a.column_tiles + tile) * kTile + 8 * (lane / 4);
-        uint32_t pair[4][4];
-        unpack_step<BITS>(word + j * BITS, pair);
+        const int step = unit * kTile + kStep * j, k = step + 4 * (lane % 4);
+        if (step >= a.k) return; // half a unit, the last one
+        if (step / a.group != group) {
+            group = step / a.group;
+            weights.open(load_grid<BITS>(a, group, tile, lane / 4));
+        }
+        uint32_t w[4][4];
+        weights.make(word + j * BITS, w);
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int row = tile * kTile + 16 * i + 8 * h + lane / 4 - a.first;
                 if (row < 0 || row >= a.count) continue;
-                const float scale = to_float<Float16>(load_constant(a.scale + grid + 2 * i + h));
-                const auto *const zeros = static_cast<const ZeroPair<BITS> *>(a.zero) + grid / 2;
-                const float zero = float(zero_of<BITS>(load_constant(zeros + i), h));
-                uint32_t out[2];
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    const uint32_t codes = pair[i][h + 2 * r];
-                    out[r] = pair_from_floats<T>((float(codes & 0xffff) - zero) * scale,
-                                                 (float(codes >> 16) - zero) * scale);
-                }
-                store_global(reinterpret_cast<uint2 *>(a.dense + int64_t(row) * a.k + k), uint2{out[0], out[1]});
+                store_global(reinterpret_cast<uint2 *>(a.dense + int64_t(row) * a.k + k), uint2{w[i][h], w[i][h + 2]});
             }
     }
 }
@@ -78,7 +72,7 @@ GPTQKIT_API int gptqkit_dequantize(int bits, int dtype, const uint32_t *weight, 
     if (int error = check_shape(bits, n, k)) return error;
     if (int error = check_dtype(dtype)) return error;
     if (first < 0 || count < 0 || int64_t(first) + count > n) return GPTQKIT_BAD_SHAPE;
-    if (group < 1 || (group < k && group % 4)) return GPTQKIT_BAD_GROUP;
+    if (group < 1 || (group < k && group % kStep)) return GPTQKIT_BAD_GROUP;
     if (misaligned(weight, 16) || misaligned(scale, 16) || misaligned(zero, 16) || misaligned(dense, 8))
         return GPTQKIT_BAD_ALIGNMENT;
     if (count == 0 || k == 0) return GPTQKIT_OK;

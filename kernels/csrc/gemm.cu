@@ -1,9 +1,9 @@
-// gptqkit_gemm: checks, and the choice of kernel by the number of tokens. The kernels' contracts are in gemm_narrow.cuh
-// (up to 16 tokens) and gemm_wide.cuh (more).
+// gptqkit_gemm: checks, and the choice of kernel by the number of tokens. The kernels' contracts are in gemm_small_m.cuh
+// (up to 16 tokens) and gemm_large_m.cuh (more).
 #include "api.h"
 #include "checks.h"
-#include "gemm_narrow.cuh"
-#include "gemm_wide.cuh"
+#include "gemm_small_m.cuh"
+#include "gemm_large_m.cuh"
 
 namespace {
 
@@ -17,8 +17,8 @@ struct Tile {
 Tile tile_for(int m) {
     if (m <= 8) return {8, kTile};
     if (m <= 16) return {16, kTile};
-    if (m <= 32) return {32, kWideColumns};
-    return {64, kWideColumns};
+    if (m <= 32) return {32, kLargeMColumns};
+    return {64, kLargeMColumns};
 }
 
 dim3 grid_for(int m, int n, int split) {
@@ -32,27 +32,27 @@ constexpr int larger(int a, int b) { return a > b ? a : b; }
 // What the least of the architectures lets one block have, less a part for static variables.
 constexpr int kSharedLimit = 98 * 1024;
 
-template <class T, int BITS, int TOKENS> int start_narrow(const GemmArguments &a, dim3 grid, void *stream) {
-    constexpr int threads = kNarrowWarps<BITS, TOKENS> * kLanes;
+template <class T, int BITS, int TOKENS> int start_small_m(const GemmArguments &a, dim3 grid, void *stream) {
+    constexpr int threads = kSmallMWarps<BITS, TOKENS> * kLanes;
     constexpr int bytes =
-        larger(kNarrowRingBytes<BITS, TOKENS>, kSumBytes<kNarrowWarps<BITS, TOKENS>, 8 * TOKENS, kTile>);
+        larger(kSmallMRingBytes<BITS, TOKENS>, kSumBytes<kSmallMWarps<BITS, TOKENS>, 8 * TOKENS, kTile>);
     static_assert(bytes <= kSharedLimit);
-    return a.group % kTile ? launch<gemm_narrow<T, BITS, TOKENS, true>>(grid, threads, bytes, stream, a)
-                           : launch<gemm_narrow<T, BITS, TOKENS, false>>(grid, threads, bytes, stream, a);
+    return a.group % kTile ? launch<gemm_small_m<T, BITS, TOKENS, true>>(grid, threads, bytes, stream, a)
+                           : launch<gemm_small_m<T, BITS, TOKENS, false>>(grid, threads, bytes, stream, a);
 }
 
-template <class T, int BITS, int TOKENS> int start_wide(const GemmArguments &a, dim3 grid, void *stream) {
-    constexpr int bytes = larger(kWideRingBytes<BITS, TOKENS>, kSumBytes<1, 8 * TOKENS, kWideColumns>);
+template <class T, int BITS, int TOKENS> int start_large_m(const GemmArguments &a, dim3 grid, void *stream) {
+    constexpr int bytes = larger(kLargeMRingBytes<BITS, TOKENS>, kSumBytes<1, 8 * TOKENS, kLargeMColumns>);
     static_assert(bytes <= kSharedLimit);
-    return launch<gemm_wide<T, BITS, TOKENS>>(grid, kWideWarps * kLanes, bytes, stream, a);
+    return launch<gemm_large_m<T, BITS, TOKENS>>(grid, kLargeMWarps * kLanes, bytes, stream, a);
 }
 
 template <class T, int BITS> int start(const GemmArguments &a, dim3 grid, void *stream) {
     switch (tile_for(a.m).tokens) {
-    case 8: return start_narrow<T, BITS, 1>(a, grid, stream);
-    case 16: return start_narrow<T, BITS, 2>(a, grid, stream);
-    case 32: return start_wide<T, BITS, 4>(a, grid, stream);
-    default: return start_wide<T, BITS, 8>(a, grid, stream);
+    case 8: return start_small_m<T, BITS, 1>(a, grid, stream);
+    case 16: return start_small_m<T, BITS, 2>(a, grid, stream);
+    case 32: return start_large_m<T, BITS, 4>(a, grid, stream);
+    default: return start_large_m<T, BITS, 8>(a, grid, stream);
     }
 }
 
@@ -67,25 +67,25 @@ template <class T> int start(int bits, const GemmArguments &a, dim3 grid, void *
 
 } // namespace
 
-GPTQKIT_API int gptqkit_workspace(int m, int n, int k, int split, int64_t *floats, int64_t *tickets) {
+GPTQKIT_API int gptqkit_workspace(int m, int n, int k, int split, int64_t *floats, int64_t *locks) {
     if (int error = check_shape(4, n, k)) return error;
     if (m < 0) return GPTQKIT_BAD_SHAPE;
     if (split < 1 || split > kMaxSplit) return GPTQKIT_BAD_SPLIT;
     const Tile tile = tile_for(m);
     const dim3 grid = grid_for(m, n, split);
-    *tickets = split == 1 ? 0 : int64_t(grid.x) * grid.z;
-    *floats = *tickets * split * tile.tokens * tile.columns;
+    *locks = split == 1 ? 0 : int64_t(grid.x) * grid.z;
+    *floats = *locks * split * tile.tokens * tile.columns;
     return GPTQKIT_OK;
 }
 
 GPTQKIT_API int gptqkit_gemm(int bits, int dtype, const void *x, int64_t ldx, const uint32_t *weight, const void *scale,
-                             const void *zero, const void *bias, void *y, float *workspace, int32_t *tickets, int m,
+                             const void *zero, const void *bias, void *y, float *workspace, int32_t *locks, int m,
                              int n, int k, int group, int split, void *stream) {
     if (int error = check_shape(bits, n, k)) return error;
     if (int error = check_dtype(dtype)) return error;
     if (m < 0 || k == 0) return GPTQKIT_BAD_SHAPE;
     if (group < 1 || (group < k && group % kStep)) return GPTQKIT_BAD_GROUP;
-    if (split < 1 || split > kMaxSplit || (split > 1 && (!workspace || !tickets))) return GPTQKIT_BAD_SPLIT;
+    if (split < 1 || split > kMaxSplit || (split > 1 && (!workspace || !locks))) return GPTQKIT_BAD_SPLIT;
     if (misaligned(x, 16) || (m > 1 && ldx % 8) || misaligned(weight, 16) || misaligned(scale, 16) ||
         misaligned(zero, 16))
         return GPTQKIT_BAD_ALIGNMENT;
@@ -98,7 +98,7 @@ GPTQKIT_API int gptqkit_gemm(int bits, int dtype, const void *x, int64_t ldx, co
                             static_cast<const uint16_t *>(bias),
                             static_cast<uint16_t *>(y),
                             workspace,
-                            tickets,
+                            locks,
                             m,
                             n,
                             k,

@@ -1,4 +1,4 @@
-// What the two gemm kernels share: their arguments and the way from a block's sums to y.
+// What the kernels share: grids, and for the two gemm kernels their arguments and the way from a block's sums to y.
 #pragma once
 
 #include "fragments.cuh"
@@ -12,7 +12,7 @@ struct GemmArguments {
     const uint16_t *bias; // may be null
     uint16_t *y;
     float *workspace; // [split][column tile][token tile][tokens of a tile][columns of a tile]
-    int *tickets;     // [column tile][token tile]
+    int *locks;       // [column tile][token tile]
     int m, n, k, group, units, column_tiles;
 };
 
@@ -29,8 +29,9 @@ template <int BITS> struct GridWords {
     }
 };
 
-// The grid of `group` for the lane that holds columns c, c + 8 ... of column tile `tile`.
-template <int BITS> DEVICE GridWords<BITS> load_grid(const GemmArguments &a, int group, int tile, int c) {
+// The grid of `group` for the lane that holds columns c, c + 8 ... of column tile `tile`; `a` has scale, zero and
+// column_tiles.
+template <int BITS, class Arguments> DEVICE GridWords<BITS> load_grid(const Arguments &a, int group, int tile, int c) {
     const int64_t place = (int64_t(group) * a.column_tiles + tile) * kTile + 8 * c;
     GridWords<BITS> words;
     const uint4 scale = load_constant(reinterpret_cast<const uint4 *>(a.scale + place));
@@ -86,9 +87,9 @@ DEVICE void store_tile(const float *sums, const GemmArguments &a) {
     device_fence();
     block_barrier();
     if (thread == 0) {
-        const bool all_others_came = fetch_add(a.tickets + tile, 1) == blocks - 1;
+        const bool all_others_came = fetch_add(a.locks + tile, 1) == blocks - 1;
         store_shared(last, all_others_came);
-        if (all_others_came) store_global(a.tickets + tile, 0);
+        if (all_others_came) store_global(a.locks + tile, 0);
     }
     block_barrier();
     if (!load_shared(last)) return;

@@ -1,5 +1,5 @@
-// Everything the kernels need from the GPU, as thin named functions. emulator.h has the same names for g++, so that the
-// kernels themselves are ordinary C++ and run on a machine without a GPU.
+// Everything the kernels need from the GPU, as thin named functions. tests/emulator/emulator.h has the same names for g++,
+// so that the kernels themselves are ordinary C++ and run on a machine without a GPU.
 //
 // 16-bit floats travel as raw bits (uint16_t, or two in a uint32_t with the first in the low half); the tags Float16
 // and BFloat16 say how to read them.
@@ -107,8 +107,8 @@ template <class V> DEVICE void store_shared(V *target, V value) { *target = valu
 template <class V> DEVICE V load_constant(const V *source) { return __ldg(source); }
 // Results, which nobody reads while the kernel runs.
 template <class V> DEVICE void store_global(V *target, V value) { *target = value; }
-// What blocks leave for each other, between a store and a load a fence, a ticket and a fence: the load goes past the
-// cache that only its multiprocessor sees.
+// What blocks leave for each other: between the store and the load stand a fence, an addition to a lock and a fence. The
+// load goes past the cache that only its multiprocessor sees.
 DEVICE void store_for_blocks(float *target, float value) { *target = value; }
 DEVICE float load_from_blocks(const float *source) { return __ldcg(source); }
 

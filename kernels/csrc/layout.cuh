@@ -1,4 +1,4 @@
-// The repacked form of a weight, stated once.
+// The packed form of a weight, stated once.
 //
 // A unit is 64 columns x 64 inputs = 4 steps of 16 inputs, read by one warp as `bits` 16-byte vectors per lane:
 //
@@ -28,9 +28,6 @@ constexpr int kStep = 16; // inputs of a step
 constexpr int kSteps = kTile / kStep;
 constexpr int kLanes = 32;
 
-// The place of a tile's column among its scales.
-DEVICE int grid_place(int column) { return 8 * (column % 8) + 2 * (column / 16) + column / 8 % 2; }
-
 // A zero is 0 ... 2^bits; a pair of them fills one of these.
 template <int BITS> constexpr int kZeroBits = BITS < 4 ? 4 : BITS == 4 ? 8 : 16;
 template <int BITS> struct ZeroPairOf {
@@ -47,49 +44,4 @@ template <int BITS> using ZeroPair = typename ZeroPairOf<BITS>::Type;
 // Zero h of a pair.
 template <int BITS> DEVICE uint32_t zero_of(uint32_t pair, int h) {
     return pair >> kZeroBits<BITS> * h & ((1u << kZeroBits<BITS>) - 1);
-}
-
-// The words of one step from its pairs, each code in the low bits of its half.
-template <int BITS> DEVICE void pack_step(const uint32_t (&pair)[4][4], uint32_t *word) {
-    if constexpr (BITS == 2)
-        for (int half = 0; half < 2; half++) {
-            word[half] = 0;
-            for (int i = 0; i < 2; i++) {
-                const uint32_t (&p)[4] = pair[2 * half + i];
-                word[half] |= (p[0] | p[1] << 2 | p[2] << 8 | p[3] << 10) << 4 * i;
-            }
-        }
-    if constexpr (BITS == 3)
-        for (int i = 0; i < 3; i++) {
-            const int top = i == 0 ? 0 : i == 1 ? 2 : 1;
-            word[i] = pair[i][0] | pair[i][1] << 3 | pair[i][2] << 6 | pair[i][3] << 9 | pair[3][top] << 12 |
-                      (pair[3][3] >> i & 0x00010001) << 15;
-        }
-    if constexpr (BITS == 4)
-        for (int i = 0; i < 4; i++) word[i] = pair[i][0] | pair[i][1] << 4 | pair[i][2] << 8 | pair[i][3] << 12;
-    if constexpr (BITS == 8)
-        for (int i = 0; i < 4; i++)
-            for (int h = 0; h < 2; h++) word[2 * i + h] = pair[i][h] | pair[i][h + 2] << 8;
-}
-
-// The inverse: the pairs of one step.
-template <int BITS> DEVICE void unpack_step(const uint32_t *word, uint32_t (&pair)[4][4]) {
-    constexpr uint32_t mask = ((1u << BITS) - 1) * 0x00010001u;
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
-            if constexpr (BITS == 2) pair[i][r] = word[i / 2] >> (4 * (i & 1) + 2 * (r & 1) + 8 * (r >> 1)) & mask;
-            if constexpr (BITS == 3) {
-                if (i < 3)
-                    pair[i][r] = word[i] >> 3 * r & mask;
-                else if (r < 3)
-                    pair[i][r] = word[r == 0 ? 0 : 3 - r] >> 12 & mask;
-                else
-                    pair[i][r] =
-                        (word[0] >> 15 & 0x00010001) | (word[1] >> 14 & 0x00020002) | (word[2] >> 13 & 0x00040004);
-            }
-            if constexpr (BITS == 4) pair[i][r] = word[i] >> 4 * r & mask;
-            if constexpr (BITS == 8) pair[i][r] = word[2 * i + (r & 1)] >> 8 * (r >> 1) & mask;
-        }
 }

@@ -9,106 +9,74 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .errors import (
-    ArchitectureError,
-    BackendError,
-    CalibrationError,
-    CheckpointError,
-    ConfigError,
-    ConversionError,
-    DatasetUnavailableError,
-    DoesNotFitError,
-    GptqkitError,
-    NonFiniteError,
-    OutputExistsError,
-    ShapeError,
-    SingularHessianError,
-)
-from .progress import Progress
-from .version import __version__
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .api import QuantizeResult, quantize
-    from .calibration.config import Calibration
-    from .evaluating import evaluate
-    from .evaluation.compare import Scores
-    from .evaluation.config import Evaluation
-    from .evaluation.embeddings import EmbeddingScores
-    from .export.checkpoint import Checkpoint, open_checkpoint
-    from .export.convert import convert
-    from .export.inspect import CheckpointSummary, inspect
-    from .loading import load
-    from .memory import MemoryEstimate, plan
-    from .quantizer.config import ModuleOverride, QuantizeConfig
-    from .quantizer.quantized import QuantizedWeight
-    from .report import ModuleReport, QuantizationReport
-    from .run import Run
+    from .api import QuantizeResult as QuantizeResult
+    from .api import quantize as quantize
+    from .calibration.config import Calibration as Calibration
+    from .errors import ArchitectureError as ArchitectureError
+    from .errors import BackendError as BackendError
+    from .errors import CalibrationError as CalibrationError
+    from .errors import CheckpointError as CheckpointError
+    from .errors import ConfigError as ConfigError
+    from .errors import ConversionError as ConversionError
+    from .errors import DatasetUnavailableError as DatasetUnavailableError
+    from .errors import DoesNotFitError as DoesNotFitError
+    from .errors import GptqkitError as GptqkitError
+    from .errors import NonFiniteError as NonFiniteError
+    from .errors import OutputExistsError as OutputExistsError
+    from .errors import RankError as RankError
+    from .errors import ResumeError as ResumeError
+    from .errors import ShapeError as ShapeError
+    from .errors import SingularHessianError as SingularHessianError
+    from .evaluating import evaluate as evaluate
+    from .evaluation.compare import Scores as Scores
+    from .evaluation.config import Evaluation as Evaluation
+    from .evaluation.embeddings import EmbeddingScores as EmbeddingScores
+    from .export.checkpoint import Checkpoint as Checkpoint
+    from .export.checkpoint import open_checkpoint as open_checkpoint
+    from .export.convert import convert as convert
+    from .export.inspect import CheckpointSummary as CheckpointSummary
+    from .export.inspect import inspect as inspect
+    from .loading import load as load
+    from .memory import MemoryEstimate as MemoryEstimate
+    from .memory import plan as plan
+    from .progress import Progress as Progress
+    from .quantizer.config import ModuleOverride as ModuleOverride
+    from .quantizer.config import QuantizeConfig as QuantizeConfig
+    from .quantizer.quantized import QuantizedWeight as QuantizedWeight
+    from .report import ModuleReport as ModuleReport
+    from .report import QuantizationReport as QuantizationReport
+    from .run import Run as Run
 
 _HOMES = {
-    "Calibration": "calibration.config",
-    "Checkpoint": "export.checkpoint",
-    "CheckpointSummary": "export.inspect",
-    "EmbeddingScores": "evaluation.embeddings",
-    "Evaluation": "evaluation.config",
-    "MemoryEstimate": "memory",
-    "ModuleOverride": "quantizer.config",
-    "ModuleReport": "report",
-    "QuantizationReport": "report",
-    "QuantizeConfig": "quantizer.config",
-    "QuantizeResult": "api",
-    "QuantizedWeight": "quantizer.quantized",
-    "Run": "run",
-    "Scores": "evaluation.compare",
-    "convert": "export.convert",
-    "evaluate": "evaluating",
-    "inspect": "export.inspect",
-    "load": "loading",
-    "open_checkpoint": "export.checkpoint",
-    "plan": "memory",
-    "quantize": "api",
+    "api": "QuantizeResult quantize",
+    "calibration.config": "Calibration",
+    "errors": "ArchitectureError BackendError CalibrationError CheckpointError ConfigError ConversionError "
+    "DatasetUnavailableError DoesNotFitError GptqkitError NonFiniteError OutputExistsError RankError ResumeError "
+    "ShapeError SingularHessianError",
+    "evaluating": "evaluate",
+    "evaluation.compare": "Scores",
+    "evaluation.config": "Evaluation",
+    "evaluation.embeddings": "EmbeddingScores",
+    "export.checkpoint": "Checkpoint open_checkpoint",
+    "export.convert": "convert",
+    "export.inspect": "CheckpointSummary inspect",
+    "loading": "load",
+    "memory": "MemoryEstimate plan",
+    "progress": "Progress",
+    "quantizer.config": "ModuleOverride QuantizeConfig",
+    "quantizer.quantized": "QuantizedWeight",
+    "report": "ModuleReport QuantizationReport",
+    "run": "Run",
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = [
-    "ArchitectureError",
-    "BackendError",
-    "Calibration",
-    "CalibrationError",
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointSummary",
-    "ConfigError",
-    "ConversionError",
-    "DatasetUnavailableError",
-    "DoesNotFitError",
-    "EmbeddingScores",
-    "Evaluation",
-    "GptqkitError",
-    "MemoryEstimate",
-    "ModuleOverride",
-    "ModuleReport",
-    "NonFiniteError",
-    "OutputExistsError",
-    "Progress",
-    "QuantizationReport",
-    "QuantizeConfig",
-    "QuantizeResult",
-    "QuantizedWeight",
-    "Run",
-    "Scores",
-    "ShapeError",
-    "SingularHessianError",
-    "__version__",
-    "convert",
-    "evaluate",
-    "inspect",
-    "load",
-    "open_checkpoint",
-    "plan",
-    "quantize",
-]
+__all__ = ["__version__", *_HOME_OF]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    return getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .architecture import without_bars
 from .calibration.batches import out_of_memory
 from .calibration.config import Calibration
 from .calibration.samples import Samples, load_samples, load_text
@@ -158,7 +159,8 @@ def _on_disk(model: str | Path | PreTrainedModel) -> Iterator[tuple[str | Path, 
         return
     name = public_name(model.name_or_path) if model.name_or_path else type(model).__name__
     with tempfile.TemporaryDirectory(prefix="gptqkit-") as folder:
-        model.save_pretrained(folder)
+        with without_bars():
+            model.save_pretrained(folder)
         yield folder, name
 
 

@@ -14,12 +14,11 @@ import logging
 import os
 import re
 import sys
-import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 from .calibration.config import Calibration
 from .display import ProgressDisplay, checkpoint_summary, key_values, plan_summary, quantization_summary
@@ -28,7 +27,7 @@ from .evaluation.config import Evaluation
 from .export.formats import FORMATS
 from .quantizer.config import ModuleOverride, QuantizeConfig
 from .run import Run
-from .units import parse_size
+from .units import parse_size, size_text
 from .version import __version__
 
 T = TypeVar("T")
@@ -36,7 +35,7 @@ T = TypeVar("T")
 EXIT_CODES = """\
 exit codes:
   0    done
-  1    it could not be done: one line on standard error says why (--verbose adds where)
+  1    failed: one line on standard error says why, and --verbose shows where
   2    usage error
   130  interrupted (Ctrl-C)
 
@@ -44,8 +43,9 @@ Results go to standard output, progress and messages to standard error.
 """
 
 SOURCES = (
-    "a text file (.txt .json .jsonl .csv .parquet), a folder of them, a .safetensors file with one int64 tensor "
-    "'input_ids' (samples, length), 'wikitext2', 'c4', 'pile', or the id of a data set on the Hugging Face Hub"
+    "a file (.txt, .json, .jsonl, .csv or .parquet) or a folder of such files; wikitext2, c4 or pile; the id of "
+    "another data set on the Hugging Face Hub; or a .safetensors file of token ids: one int64 tensor, input_ids, "
+    "(samples, length)"
 )
 
 
@@ -55,11 +55,23 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: usage error: {message}\nTry '{self.prog} --help'.\n")
 
 
+class _Switch(argparse.Action):
+    """An option for True and perhaps one for False, such as --mse and --no-mse, in one entry of the help."""
+
+    def __call__(self, _: Any, namespace: argparse.Namespace, __: Any, option_string: str | None = None) -> None:
+        """Note which of the two it was."""
+        setattr(namespace, self.dest, option_string == self.option_strings[0])
+
+    def format_usage(self) -> str:
+        """Return both for the first lines of the help."""
+        return " | ".join(self.option_strings)
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line; `command` in its result names the subcommand."""
     root = _Parser(
         prog="gptqkit",
-        description="Quantize language models with GPTQ and GPTAQ, measure them, and look into their files.",
+        description="Quantize language models with GPTQ and GPTAQ, measure them, and inspect and convert their files.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -67,50 +79,51 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"gptqkit {__version__}")
     commands = root.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
 
-    quantize = _add_command(commands, "quantize", "quantize a model and write it as a checkpoint")
+    quantize = _add_command(commands, _quantize, "quantize a model and write a checkpoint")
     quantize.add_argument("model", metavar="MODEL", help="folder of a transformers model, or its id on the Hub")
-    quantize.add_argument("out", metavar="OUT", type=Path, help="folder to write; it must not exist yet")
+    quantize.add_argument("out", metavar="OUT", type=Path, help="folder to write; new, unless --overwrite is given")
     _add_settings(quantize)
 
-    plan = _add_command(commands, "plan", "estimate the memory and disk space that quantizing needs")
+    plan = _add_command(commands, _plan, "estimate the memory and disk space that quantizing a model needs")
     plan.add_argument("model", metavar="MODEL", help="folder of a transformers model, or its id on the Hub")
     plan.add_argument("--out", metavar="OUT", type=Path, help="folder that would be written (default: one here)")
-    plan.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
+    plan.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     _add_settings(plan)
 
-    evaluate = _add_command(commands, "evaluate", "measure perplexity, and distance from a reference model")
+    evaluate = _add_command(commands, _evaluate, "measure a model's perplexity, and how far it is from a reference")
     evaluate.add_argument("model", metavar="MODEL", help="folder of a model, quantized or not, or its id on the Hub")
-    evaluate.add_argument("--dataset", required=True, metavar="SOURCE", help=f"the text: {SOURCES}")
+    evaluate.add_argument("--dataset", required=True, metavar="SOURCE", help=f"text to measure on: {SOURCES}")
     evaluate.add_argument(
         "--reference",
         metavar="MODEL",
-        help="float model to compare with: KL divergence and top-1 agreement; of encoders, similarity of embeddings",
+        help="float model to compare with, by KL divergence and top-1 agreement, or by the embeddings of an encoder",
     )
-    evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the scores to FILE, too")
+    evaluate.add_argument("--json", action="store_true", help="print JSON")
     _add_fields(evaluate, Evaluation)
 
-    look = _add_command(commands, "inspect", "show format, bits and sizes of a checkpoint, and which readers load it")
+    look = _add_command(commands, _inspect, "show a checkpoint's format, bits and sizes, and which programs load it")
     look.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder of a quantized model")
     look.add_argument("--json", action="store_true", help="print JSON")
 
-    convert = _add_command(commands, "convert", "write a checkpoint in another format, bit for bit or not at all")
+    convert = _add_command(commands, _convert, "write a checkpoint in another format, exactly or not at all")
     convert.add_argument("source", metavar="IN", type=Path, help="folder of a quantized model")
-    convert.add_argument("target", metavar="OUT", type=Path, help="folder to write; it must not exist yet")
-    convert.add_argument("--format", choices=list(FORMATS), required=True, help="the format of OUT")
-    convert.add_argument("--overwrite", action="store_true", help="replace OUT if it holds a quantized checkpoint")
+    convert.add_argument("target", metavar="OUT", type=Path, help="folder to write; new, unless --overwrite is given")
+    convert.add_argument("--format", choices=list(FORMATS), required=True, help="format of OUT")
+    convert.add_argument("--overwrite", action="store_true", help="replace OUT if it is a quantized checkpoint")
     return root
 
 
-def _add_command(commands: Any, name: str, description: str) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(
-        name,
+def _add_command(commands: Any, work: Callable[[argparse.Namespace], None], description: str) -> _Parser:
+    command: _Parser = commands.add_parser(
+        work.__name__.removeprefix("_"),
         help=description,
         description=description[0].upper() + description[1:] + ".",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    command.add_argument("--verbose", action="store_true", help="say more, and show where an error came from")
+    command.set_defaults(work=work)
+    command.add_argument("--verbose", action="store_true", help="log more, and show where an error comes from")
     return command
 
 
@@ -123,23 +136,21 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
         "--override",
         type=_override,
         metavar="REGEX:bits=8,group_size=32",
-        help="other settings for modules whose full name matches the regular expression; repeatable, the first match "
-        "of all --override and --skip counts",
+        help="other settings for modules whose full name matches the regular expression; may be repeated, and the "
+        "first --override or --skip that matches counts",
         **add,
     )
-    grid.add_argument(
-        "--skip", type=_skip, metavar="REGEX", help="leave such modules in floating point; repeatable", **add
-    )
+    grid.add_argument("--skip", type=_skip, metavar="REGEX", help="leave such modules in floating point", **add)
     data = command.add_argument_group("calibration")
     data.add_argument(
         "--calibration",
         action="append",
         metavar="SOURCE",
-        help=f"the text: {SOURCES}; repeatable for several files (rtn can do without)",
+        help=f"text to calibrate on, which every method but rtn needs: {SOURCES}. May be repeated for several files",
     )
     _add_fields(data, Calibration)
     run = command.add_argument_group("run")
-    run.add_argument("--evaluate-on", metavar="SOURCE", help="measure the checkpoint's perplexity on this text")
+    run.add_argument("--evaluate-on", metavar="SOURCE", help="also measure the checkpoint's perplexity on this text")
     _add_fields(run, Run)
 
 
@@ -150,33 +161,33 @@ def _add_fields(group: argparse._ActionsContainer, kind: type) -> None:
         base = str(field.type).removesuffix(" | None")
         if base not in ("bool", "int", "float", "str"):
             continue
-        option, text = field.name.replace("_", "-"), texts[field.name].replace("%", "%%")
+        option, shown = field.name.replace("_", "-"), cast(Any, field.default)
+        options = [f"--{option}"]
         how: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
         if base == "bool":
-            off = field.metadata.get("off", f"no-{option}")
-            either = group.add_mutually_exclusive_group()
-            if field.default is not True or "off" in field.metadata:
-                either.add_argument(f"--{option}", action="store_true", help=text, **how)
-                text = f"the opposite of --{option}"
+            how |= {"action": _Switch, "nargs": 0}
             if field.default is not False:
-                text = text if field.default is not True or "off" in field.metadata else f"switch this off: {text}"
-                either.add_argument(f"--{off}", action="store_false", help=text, **how)
-            continue
-        if field.default is not None:
-            text += f" (default: {field.default})"
-        if "choices" in field.metadata:
-            how["choices"] = list(field.metadata["choices"])
+                options.append(f"--{field.metadata.get('off', f'no-{option}')}")
+            shown = (option if "off" in field.metadata else "on") if field.default else None
+        elif field.name.endswith("_bytes"):
+            how |= {"type": _size, "metavar": "SIZE"}
+            shown = size_text(shown).replace(".00 ", "")
         else:
-            how["metavar"] = {"int": "N", "float": "X", "str": "NAME"}[base]
-        convert = parse_size if field.name.endswith("_bytes") else {"int": int, "float": float}.get(base, str)
-        group.add_argument(f"--{option}", type=convert, help=text, **how)
+            how["type"] = {"int": int, "float": float, "str": str}[base]
+            if "choices" in field.metadata:
+                how["choices"] = list(field.metadata["choices"])
+            else:
+                how["metavar"] = {"int": "N", "float": "X", "str": "NAME"}[base]
+        text = texts[field.name] + (f" (default: {shown})" if shown is not None else "")
+        group.add_argument(*options, help=text.replace("%", "%%"), **how)
 
 
 def _attribute_texts(kind: type) -> dict[str, str]:
     """Return what the docstring of a dataclass says of each of its attributes, as help texts."""
     text = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    text = re.sub(r"`(\w+)`", lambda name: "--" + name[1].replace("_", "-"), text)
     found = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", text, re.MULTILINE)
-    return {name: " ".join(words.split()).rstrip(".") for name, words in found}
+    return {name: words[0].lower() + " ".join(words[1:].split()).rstrip(".") for name, words in found}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -188,18 +199,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: 2 for usage errors, 0 after --help and --version.
     """
-    root = parser()
-    arguments = root.parse_args(argv)
-    commands = {
-        "quantize": _quantize,
-        "plan": _plan,
-        "evaluate": _evaluate,
-        "inspect": _inspect,
-        "convert": _convert,
-    }
+    arguments = parser().parse_args(argv)
     _log_to_stderr(arguments.verbose)
     try:
-        commands[arguments.command](arguments)
+        arguments.work(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("gptqkit: interrupted", file=sys.stderr)
@@ -254,8 +257,6 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     config = _from(arguments, Evaluation)
-    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
-        raise ConfigError(f"--json {arguments.json}: there is no folder {arguments.json.parent}; make it first")
     _quieten_libraries(arguments.verbose)
     import gptqkit
 
@@ -265,9 +266,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         )
     question = {"model": arguments.model, "dataset": arguments.dataset, "reference": arguments.reference}
     answer = {**question, **scores.to_dict()}
-    print(key_values(answer))
-    if arguments.json is not None:
-        _write_json(arguments.json, answer)
+    print(json.dumps(answer, indent=2) if arguments.json else key_values(answer))
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
@@ -308,6 +307,13 @@ def _calibration(arguments: argparse.Namespace) -> Calibration | None:
     return _from(arguments, Calibration, source=values[0] if len(values) == 1 else [Path(value) for value in values])
 
 
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _override(text: str) -> tuple[str, ModuleOverride]:
     """Return the pattern and the changes of `REGEX:bits=8,group_size=32`.
 
@@ -329,21 +335,6 @@ def _override(text: str) -> tuple[str, ModuleOverride]:
 
 def _skip(text: str) -> tuple[str, ModuleOverride]:
     return text, ModuleOverride(skip=True)
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write `values` in one step: an interrupted run leaves no half file."""
-    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            json.dump(values, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _log_to_stderr(verbose: bool) -> None:

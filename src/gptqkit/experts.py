@@ -30,9 +30,18 @@ class Expert(nn.Module):
     def __init__(self, stacks: Mapping[str, Tensor], number: int, experts: Any) -> None:
         super().__init__()
         self.interleaved = not experts.is_concatenated
-        for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
+        self.take(stacks, number, experts)
+
+    def take(self, stacks: Mapping[str, Tensor], number: int, experts: Any) -> None:
+        """Replace the matrices that are in `stacks`; others, such as quantized ones, stay."""
+        for name in stacked_names(experts)[:2]:
+            if name not in stacks:
+                continue
             weight = stacks[name][number].T if experts.is_transposed else stacks[name][number]
-            bias = stacks[f"{name}_bias"][number] if experts.has_bias else None
+            bias = None
+            if experts.has_bias:
+                own_biases = stacks.get(f"{name}_bias")
+                bias = weight.new_empty(len(weight), device="meta") if own_biases is None else own_biases[number]
             rows: dict[str, slice] = {name: slice(None)}
             if name == "gate_up_proj":
                 half = len(weight) // 2
@@ -80,11 +89,18 @@ def find_stacked(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def split_experts(experts: Any, stacks: Mapping[str, Tensor]) -> None:
-    """Give a module one `Expert` per expert, whose weights are views of `stacks`, instead of its stacked parameters."""
+    """Give a module one `Expert` per expert, whose weights are views of `stacks`, instead of its stacked parameters.
+
+    Experts that are split already take what the stacks hold, which may be some of their matrices.
+    """
     for name in stacks:
         experts._parameters.pop(name, None)
-    for number in range(len(stacks["down_proj"])):
-        experts.add_module(str(number), Expert(stacks, number, experts))
+    for number in range(len(next(iter(stacks.values())))):
+        present = experts._modules.get(str(number))
+        if present is None:
+            experts.add_module(str(number), Expert(stacks, number, experts))
+        else:
+            present.take(stacks, number, experts)
     experts.config._experts_implementation_internal = IMPLEMENTATION
 
 

@@ -347,7 +347,7 @@ class Job:
         join_files([*parts, *write_files(self.folder / "outside", rest, max_shard_bytes)], directory, max_shard_bytes)
         quantization = find_format(config.format).write_config(config, specs, floats)
         if model.passthrough:
-            quantization["meta"]["passthrough_tensors"] = model.passthrough
+            quantization.setdefault("meta", {})["passthrough_tensors"] = model.passthrough
         own = model.model
         model_config = {**json.loads(own.config.to_json_string()), "architectures": [type(own).__name__]}
         generation = json.loads(own.generation_config.to_json_string()) if own.can_generate() else None
@@ -355,7 +355,7 @@ class Job:
         model.copy_files(directory)
         if open_checkpoint(directory).layers != specs:
             raise CheckpointError(f"{directory} reads back with other quantized layers than were written")
-        write_report(directory, {**report, **measure(directory)}, quantization)
+        write_report(directory, {**report, **measure(directory)})
         self._write_json(complete.name, {})
         replace_directory(directory, Path(os.path.realpath(self.out)), overwrite=self._overwrite)
         self._discard()

@@ -122,6 +122,10 @@ class EmptyModel:
         if found.conversion_errors or found.error_msgs:
             wrong = [*found.conversion_errors, *map(str, found.error_msgs)]
             raise CheckpointError(f"{some(wrong)}: the stored tensors do not fit together; fetch the files again")
+        tied: Mapping[str, str] = getattr(self.stacked, "all_tied_weights_keys", {})
+        for name, origin in tied.items():  # a file may hold either
+            if self.stacked.get_parameter(origin).is_meta:
+                _set(self.stacked, origin, self.stacked.get_parameter(name))
         self.stacked.tie_weights()
 
     def clear(self, module: nn.Module) -> None:

@@ -17,14 +17,15 @@ class Run:
     Every field is an option of the command line, whose help is the text below.
 
     Attributes:
-        device: "cpu", "cuda", "cuda:1" or so; "auto" takes a GPU if there is one.
-        batch_size: Samples per forward pass; by default 8, and half of it as often as memory runs out. Another size
-            sums in another order, so codes may differ as with threads.
-        activations: Where hidden states are kept between blocks; "auto": the fastest place where they fit.
-        overwrite: Replace OUT if it holds a quantized checkpoint.
-        resume: Continue an unfinished job for OUT, if there is one; the result is the same to the bit.
-        max_shard_bytes: Largest size of the checkpoint's files.
-        trust_remote_code: Run the Python code that a float model brings along.
+        device: "cpu", "cuda" or, for example, "cuda:1"; "auto" takes a GPU if there is one.
+        batch_size: Samples per forward pass, by default 8; halved when memory runs out. Like the number of threads, it
+            changes the order of sums, and so perhaps a few codes.
+        activations: Where to keep hidden states between blocks; "auto" takes the fastest place where they fit.
+        overwrite: Replace the output folder if it is a quantized checkpoint.
+        resume: Continue the unfinished job for the same output folder, if there is one; the result is the same to the
+            bit.
+        max_shard_bytes: Largest size of the checkpoint's files, unless a single tensor is larger.
+        trust_remote_code: Run the Python code that comes with a float model.
 
     Raises:
         ConfigError: A value that cannot be.

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 import gptqkit
-from gptqkit.export.reader import open_checkpoint
 
 # Logits reach 18, where neighbouring float32 numbers are 2e-6 apart; a control shows what one changed code does.
 FLOAT32_BOUND = 1e-4
@@ -53,8 +52,8 @@ class Agreement:
 
 def read(path: Path, input_ids: Tensor | None = None) -> Reading:
     """Our own reading of a checkpoint; without `input_ids` only of its weights."""
-    checkpoint = open_checkpoint(path)
-    weights = {name: checkpoint.quantized_weight(name).dequantize(torch.float16) for name in checkpoint.layers}
+    checkpoint = gptqkit.open_checkpoint(path)
+    weights = {name: checkpoint.weight(name).dequantize(torch.float16) for name in checkpoint.layers}
     if input_ids is None:
         return Reading(weights=weights, logits=None, logits_float16=None)
     return Reading(

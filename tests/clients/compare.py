@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from gptqkit.export.reader import open_checkpoint
+from gptqkit import open_checkpoint
 
 MODEL = "examples/models/gutenberg-llama-6m"
 SAMPLES, WINDOWS, LENGTH = 8, 4, 256  # for calibration, for comparison, tokens in each
@@ -276,7 +276,7 @@ def scramble(source: Path, target: Path) -> Path:
 def copy_checkpoint(source: Path, target: Path) -> tuple[dict[str, Tensor], Path]:
     """The tensors of a copy of a checkpoint in one file, and that file."""
     shutil.copytree(source, target)
-    (file,) = open_checkpoint(target).files
+    (file,) = open_checkpoint(target).tensors.files
     return load_file(file), file
 
 

@@ -1,57 +1,49 @@
 """The one call, on the example model."""
 
 import math
-from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptqkit.errors import ConfigError
 from gptqkit.evaluating import evaluate
+from gptqkit.evaluation.config import Evaluation
 from gptqkit.loading import load_float
-
-EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "models" / "gutenberg-llama-6m"
-TEXT = (EXAMPLE / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def text_file(tmp_path_factory):
+def text_file(small_text, tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(TEXT, encoding="utf-8", newline="")
+    path.write_text(small_text, encoding="utf-8", newline="")
     return path
 
 
-def test_perplexity_of_a_text_file(text_file):
-    scores = evaluate(EXAMPLE, text_file, sequence_length=128, max_windows=6, device="cpu")
-    model = AutoModelForCausalLM.from_pretrained(EXAMPLE, dtype=torch.float32)
-    ids = AutoTokenizer.from_pretrained(EXAMPLE)(TEXT, return_tensors="pt").input_ids[0]
+def test_perplexity_of_a_text_file(example_model, tokenizer, small_text, text_file):
+    scores = evaluate(example_model, text_file, Evaluation(sequence_length=128, max_windows=6, device="cpu"))
+    model, _ = load_float(example_model, device="cpu")
+    ids = tokenizer(small_text, return_tensors="pt").input_ids[0]
     total = 0.0
-    with torch.no_grad():
-        for window in ids[: 6 * 128].view(6, 1, 128):
-            logp = model(window).logits.double().log_softmax(-1)[0, :-1]
-            total -= float(logp.gather(-1, window[0, 1:, None]).sum())
+    for window in ids[: 6 * 128].view(6, 1, 128):
+        logp = model(window).logits.double().log_softmax(-1)[0, :-1]
+        total -= float(logp.gather(-1, window[0, 1:, None]).sum())
     assert scores.tokens == 6 * 127
     assert scores.perplexity == pytest.approx(math.exp(total / scores.tokens), rel=1e-5)
 
 
-def test_a_loaded_model_runs_in_evaluation_mode_and_is_left_as_it_was(text_file):
-    model, tokenizer = load_float(EXAMPLE, device="cpu")
+def test_a_loaded_model_runs_in_evaluation_mode_and_is_left_as_it_was(example_model, text_file):
+    model, tokenizer = load_float(example_model, device="cpu")
     model.train()
-    scores = evaluate(model, text_file, reference=model, tokenizer=tokenizer, sequence_length=64, max_windows=2)
+    modes = []
+    model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    how = Evaluation(sequence_length=64, max_windows=2)
+    scores = evaluate(model, text_file, how, reference=model, tokenizer=tokenizer)
     assert model.training
-    assert scores.top1_agreement == 1
-    assert scores.backend is None
+    assert set(modes) == {False}
+    assert (scores.top1_agreement, scores.backend) == (1, None)
 
 
-def test_windows_are_by_default_as_long_as_the_model_takes_and_never_longer(text_file):
-    assert evaluate(EXAMPLE, text_file, device="cpu").sequence_length == 512
+def test_windows_are_as_long_as_the_model_takes_and_never_longer(example_model, text_file):
+    assert evaluate(example_model, text_file, Evaluation(device="cpu", max_windows=1)).sequence_length == 512
     with pytest.raises(ConfigError, match="sequence_length is 513, but the model has 512 positions"):
-        evaluate(EXAMPLE, text_file, sequence_length=513, device="cpu")
-    with pytest.raises(ConfigError, match="sequence_length is 0"):
-        evaluate(EXAMPLE, text_file, sequence_length=0, device="cpu")
-
-
-def test_a_backend_for_a_float_model_is_refused(text_file):
+        evaluate(example_model, text_file, Evaluation(sequence_length=513, device="cpu"))
     with pytest.raises(ConfigError, match="is not quantized"):
-        evaluate(EXAMPLE, text_file, backend="torch", device="cpu")
+        evaluate(example_model, text_file, Evaluation(backend="torch", device="cpu"))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gptqkit.errors import CalibrationError, ConfigError
+from gptqkit.evaluation.config import Evaluation
 from gptqkit.evaluation.perplexity import CHUNK, batch_windows, cut_windows, token_losses
 
 
@@ -18,36 +19,40 @@ def predictions(windows):
     return found
 
 
-def test_windows_without_overlap():
-    found = predictions(cut_windows(torch.arange(23), 5))
-    assert found == [(5 * window + place, place) for window in range(4) for place in range(1, 5)]
-
-
-@pytest.mark.parametrize("stride", range(1, 8))
 @pytest.mark.parametrize("tokens", [7, 8, 20, 21])
-def test_strided_windows_predict_every_token_once_with_enough_before_it(stride, tokens):
-    found = predictions(cut_windows(torch.arange(tokens), 7, stride=stride))
-    starts = set(range(0, tokens, 7)) if stride == 7 else {0}  # without overlap nothing stands before a first token
-    assert [token for token, _ in found] == [token for token in range(tokens) if token not in starts]
-    for token, before in found:
-        assert 1 <= before <= token
-        assert before >= min(token, 7 - stride)
+def test_windows_predict_every_token_once_with_enough_before_it(tokens):
+    whole = predictions(cut_windows(torch.arange(tokens), 7))
+    assert whole == [(7 * window + place, place) for window in range(tokens // 7) for place in range(1, 7)]
+    for stride in range(1, 8):
+        found = predictions(cut_windows(torch.arange(tokens), 7, stride=stride))
+        starts = set(range(0, tokens, 7)) if stride == 7 else {0}  # without overlap nothing is before a first token
+        assert [token for token, _ in found] == [token for token in range(tokens) if token not in starts]
+        for token, before in found:
+            assert 1 <= before <= token
+            assert before >= min(token, 7 - stride)
 
 
 def test_max_windows():
-    assert len(cut_windows(torch.arange(100), 10, max_windows=3)) == 3
-    assert len(cut_windows(torch.arange(100), 10, stride=5, max_windows=3)) == 3
+    for stride in (None, 5):
+        windows = cut_windows(torch.arange(100), 10, stride=stride, max_windows=3)
+        assert predictions(windows) == predictions(cut_windows(torch.arange(100), 10, stride=stride)[:3])
 
 
-def test_bad_lengths_are_refused():
-    tokens = torch.arange(10)
-    for settings in ({"sequence_length": 1}, {"sequence_length": 4, "stride": 5}, {"sequence_length": 4, "stride": 0}):
-        with pytest.raises(ConfigError):
-            cut_windows(tokens, **settings)
-    with pytest.raises(ConfigError, match="max_windows"):
-        cut_windows(tokens, 4, max_windows=0)
+@pytest.mark.parametrize("change", [{"sequence_length": 1}, {"stride": 5}, {"stride": 0}, {"max_windows": 0}])
+def test_bad_lengths_are_refused(change):
+    [(name, value)] = change.items()
+    with pytest.raises(ConfigError, match=f"{name} is {value}"):
+        cut_windows(torch.arange(10), **{"sequence_length": 4, **change})
     with pytest.raises(CalibrationError, match="10 tokens, less than one window of 11"):
-        cut_windows(tokens, 11)
+        cut_windows(torch.arange(10), 11)
+
+
+def test_settings_are_checked_before_anything_is_opened():
+    for setting in ("sequence_length", "stride", "max_windows", "batch_size"):
+        with pytest.raises(ConfigError, match=f"{setting} is 0; it must be positive"):
+            Evaluation(**{setting: 0})
+    with pytest.raises(ConfigError, match="dtype is 'float8'; choose one of auto"):
+        Evaluation(dtype="float8")
 
 
 def test_batches_keep_the_order_and_hold_equal_windows():

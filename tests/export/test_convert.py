@@ -1,137 +1,115 @@
 """Conversion changes the words of the zeros and the name of the format, and nothing else."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from gptqkit.errors import CheckpointError, ConfigError, ConversionError, OutputExistsError
+from gptqkit.export.checkpoint import open_checkpoint
 from gptqkit.export.convert import convert
-from gptqkit.export.reader import open_checkpoint
-
-Make = Callable[..., Any]
+from support.weights import same
 
 
-def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+def files(path):
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def rewrite(path, change):
+    tensors = load_file(path / "model.safetensors")
+    save_file(change(tensors), path / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("before", "after"), [("gptq", "gptq_v2"), ("gptq_v2", "gptq")])
-def test_conversion_equals_quantizing_for_the_other_format(
-    material: Make, tmp_path: Path, bits: int, before: str, after: str
-) -> None:
-    made = material(bits=bits, format=before, sym=False)
-    source = made.write(tmp_path / "source", max_shard_bytes=9000)
-    wanted_material = material(bits=bits, format=after, sym=False)
-    wanted_material.other_tensors = made.other_tensors
-    wanted = wanted_material.write(tmp_path / "wanted", max_shard_bytes=9000)
-    convert(source, tmp_path / "out", format=after)  # type: ignore[arg-type]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(p.name for p in wanted.iterdir())
-    for path in wanted.iterdir():
-        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+def test_conversion_equals_quantizing_for_the_other_format(material, tmp_path, bits, before, after):
+    source = material(bits=bits, format=before, sym=False).write(tmp_path / "source", passthrough=["x"])
+    sharded = material(bits=bits, format=before, sym=False).write(
+        tmp_path / "sharded", passthrough=["x"], max_shard_bytes=6000
+    )
+    wanted = material(bits=bits, format=after, sym=False).write(tmp_path / "wanted", passthrough=["x"])
+    convert(sharded, tmp_path / "out", format=after)
+    assert files(tmp_path / "out") == files(wanted)
+    convert(tmp_path / "out", tmp_path / "back", format=before)
+    assert files(tmp_path / "back") == files(source)
 
 
-def test_there_and_back_gives_the_same_bytes(material: Make, tmp_path: Path) -> None:
-    source = material(format="gptq", sym=False).write(tmp_path / "source")
-    convert(source, tmp_path / "there", format="gptq_v2")
-    convert(tmp_path / "there", tmp_path / "back", format="gptq")
-    for path in source.iterdir():
-        assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes(), path.name
-
-
-def test_every_other_file_is_carried_over_but_pickles(material: Make, tmp_path: Path) -> None:
+def test_every_other_file_is_carried_over_but_pickles(material, tmp_path):
     source = material(format="gptq").write(tmp_path / "source")
+    convert(source, tmp_path / "plain", format="gptq_v2")
+    for folder in ("templates", ".cache"):
+        (source / folder).mkdir()
+        (source / folder / "tool.jinja").write_text("{{ x }}")
     (source / "tokenizer.json").write_bytes(b'{"a":  1}\r\n')
-    (source / "templates").mkdir()
-    (source / "templates" / "tool.jinja").write_text("{{ x }}")
     (source / "linked.txt").symlink_to(source / "tokenizer.json")
-    (source / "pytorch_model.bin").write_bytes(b"pickle")
-    (source / ".cache").mkdir()
+    (source / "away").symlink_to(tmp_path)
+    for pickle in ("templates/old.pt", "pytorch_model.bin"):
+        (source / pickle).write_bytes(b"pickle")
     convert(source, tmp_path / "out", format="gptq_v2")
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == b'{"a":  1}\r\n'
-    assert (tmp_path / "out" / "templates" / "tool.jinja").read_text() == "{{ x }}"
-    assert (tmp_path / "out" / "linked.txt").read_bytes() == b'{"a":  1}\r\n'
-    assert not (tmp_path / "out" / "linked.txt").is_symlink()
-    assert not (tmp_path / "out" / "pytorch_model.bin").exists()
-    assert not (tmp_path / "out" / ".cache").exists()
+    text = b'{"a":  1}\r\n'
+    more = {"templates/tool.jinja": b"{{ x }}", "tokenizer.json": text, "linked.txt": text}
+    assert files(tmp_path / "out") == {**files(tmp_path / "plain"), **more}
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
 
 
-def test_files_of_other_programs_keep_their_configs_and_card(material: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [True, False])
+def test_files_of_other_programs_keep_their_configs_and_card(material, tmp_path, beside):
+    """AutoGPTQ's config beside the weights, and optimum's in config.json; g_idx may be missing."""
     source = material(format="gptq").write(tmp_path / "source")
     foreign = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True, "damp_percent": 0.1, "meta": {"x": [1]}}
-    (source / "quantize_config.json").write_text(json.dumps(foreign))
+    (source / "quantization_report.json").unlink()
+    (source / "quantize_config.json").unlink()
     config = json.loads((source / "config.json").read_text())
     del config["quantization_config"]
+    own = "quantize_config.json" if beside else "config.json"
     (source / "config.json").write_text(json.dumps(config))
+    (source / own).write_text(json.dumps(foreign if beside else {**config, "quantization_config": foreign}))
     (source / "README.md").write_text("hand-written")
+    rewrite(source, lambda tensors: {name: each for name, each in tensors.items() if not name.endswith("g_idx")})
     convert(source, tmp_path / "out", format="gptq_v2")
-    written = json.loads((tmp_path / "out" / "quantize_config.json").read_text())
-    assert written == {**foreign, "checkpoint_format": "gptq_v2", "format": "gptq_v2"}
-    assert (tmp_path / "out" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    written = json.loads((tmp_path / "out" / own).read_text())
+    expected = {**foreign, "checkpoint_format": "gptq_v2", "format": "gptq_v2"}
+    assert (written if beside else written["quantization_config"]) == expected
+    assert files(tmp_path / "out").keys() == files(source).keys()
     assert (tmp_path / "out" / "README.md").read_text() == "hand-written"
+    assert same(*(open_checkpoint(path).weight("model.layers.0.mlp.down_proj") for path in (source, tmp_path / "out")))
 
 
-def test_card_and_report_name_the_new_format(material: Make, tmp_path: Path) -> None:
-    made = material(format="gptq")
-    made.report["config"] = made.config.to_dict()
-    convert(made.write(tmp_path / "source"), tmp_path / "out", format="gptq_v2")
-    assert "| format | gptq_v2 |" in (tmp_path / "out" / "README.md").read_text()
-    assert json.loads((tmp_path / "out" / "quantization_report.json").read_text())["config"]["format"] == "gptq_v2"
-
-
-@pytest.mark.parametrize("damage", [{"perplexity": [{}]}, {"perplexity": 3}, {"modules": [3]}])
-def test_a_damaged_report_is_named(material: Make, tmp_path: Path, damage: dict[str, Any]) -> None:
+@pytest.mark.parametrize("damage", [{"perplexity": [{}]}, {"perplexity": 3}, {"modules": [3]}, {"config": 3}])
+def test_a_damaged_report_is_named(material, tmp_path, damage):
     source = material(format="gptq").write(tmp_path / "source")
-    (source / "quantization_report.json").write_text(json.dumps(damage))
-    with pytest.raises(CheckpointError, match=r"quantization_report\.json is damaged"):
+    report = json.loads((source / "quantization_report.json").read_text())
+    (source / "quantization_report.json").write_text(json.dumps({**report, **damage}))
+    with pytest.raises(CheckpointError, match=r"quantization_report\.json is damaged .*delete it"):
         convert(source, tmp_path / "out", format="gptq_v2")
-    assert not (tmp_path / "out").exists()
+    (source / "quantization_report.json").unlink()
+    convert(source, tmp_path / "out", format="gptq_v2")
 
 
-def test_zeros_that_version_1_cannot_hold_are_counted_over_all_layers(material: Make, tmp_path: Path) -> None:
-    made = material(format="gptq_v2", sym=False)
-    made.weights["model.layers.0.mlp.down_proj"].zero[:3, 1] = 0
-    made.weights["model.layers.1.self_attn.q_proj"].zero[:2, 0] = 0
-    source = made.write(tmp_path / "source")
-    message = r"5 of 640 zeros are zero 0, which gptq cannot hold \(the first in model\.layers\.0\.mlp\.down_proj\)"
-    with pytest.raises(ConversionError, match=message):
-        convert(source, tmp_path / "out", format="gptq")
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def test_zeros_that_version_2_cannot_hold_are_counted(material: Make, tmp_path: Path) -> None:
+def test_what_is_refused_leaves_nothing_behind(material, tmp_path, faulty_disk):
     made = material(format="gptq", sym=False)
-    made.weights["model.layers.1.mlp.down_proj"].zero[7, 2] = 16
     source = made.write(tmp_path / "source")
-    with pytest.raises(ConversionError, match=r"1 of 640 zeros are zero 2\^bits, which gptq_v2 cannot hold"):
-        convert(source, tmp_path / "out", format="gptq_v2")
-
-
-def test_wrong_requests(material: Make, tmp_path: Path) -> None:
-    source = material(format="gptq").write(tmp_path / "source")
     with pytest.raises(ConversionError, match="is gptq already"):
         convert(source, tmp_path / "out", format="gptq")
     with pytest.raises(ConfigError, match="choose one of gptq, gptq_v2"):
-        convert(source, tmp_path / "out", format="awq")  # type: ignore[arg-type]
+        convert(source, tmp_path / "out", format="awq")
     for target in (source, source / "inside", tmp_path):
         with pytest.raises(ConfigError, match="lie in one another"):
             convert(source, target, format="gptq_v2", overwrite=True)
-    (tmp_path / "out").mkdir()
+    (tmp_path / "there").mkdir()
     with pytest.raises(OutputExistsError):
-        convert(source, tmp_path / "out", format="gptq_v2")
-
-
-def test_damaged_values_are_noticed_before_anything_is_written(material: Make, tmp_path: Path) -> None:
-    source = material(format="gptq").write(tmp_path / "source")
-    tensors = tensors_of(source)
-    tensors["model.layers.0.mlp.down_proj.scales"][0, 0] = float("nan")
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    open_checkpoint(source)
+        convert(source, tmp_path / "there", format="gptq_v2")
+    weight = made.weights["model.layers.0.mlp.down_proj"]
+    weight.offset[:3, 1] = -16 * weight.scale[:3, 1]
+    with pytest.raises(ConversionError, match=r"0\.mlp\.down_proj: 3 of 192 zero points .* what gptq_v2 holds"):
+        convert(made.write(source, overwrite=True), tmp_path / "out", format="gptq_v2")
+    broken = {"model.layers.0.mlp.down_proj.scales": torch.full((3, 64), torch.nan).half()}
+    rewrite(source, lambda tensors: {**tensors, **broken})
     with pytest.raises(CheckpointError, match=r"down_proj\.scales holds NaN"):
         convert(source, tmp_path / "out", format="gptq_v2")
-    assert not (tmp_path / "out").exists()
+    material(format="gptq").write(source, overwrite=True)
+    faulty_disk("incomplete")
+    with pytest.raises(CheckpointError, match="reads back differently"):
+        convert(source, tmp_path / "out", format="gptq_v2")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "there"]

@@ -1,9 +1,6 @@
 """What `inspect` says against sizes counted by hand and against what is known of the readers."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,107 +8,95 @@ from safetensors.torch import load_file, save_file
 
 from gptqkit.export.inspect import inspect
 from gptqkit.quantizer.config import ModuleOverride
+from support.weights import random_weight
 
-Make = Callable[..., Any]
-
-ALL = {"gptqkit", "GPTQModel", "transformers+gptqmodel", "vLLM", "SGLang", "AutoGPTQ"}
+SKIP = ModuleOverride(skip=True)
 
 
-def test_sizes_by_hand(material: Make, tmp_path: Path) -> None:
+def test_sizes_by_hand(material, tmp_path):
     summary = inspect(material(bits=3).write(tmp_path / "out"))
     weights = 2 * (64 * 64 + 64 * 96)
     codes, groups = weights * 3 // 8, 2 * (64 * 2 + 64 * 3)
-    packed = codes + groups * 2 + groups * 3 // 8 + 2 * 4 * (64 + 96)
-    assert summary.quantized_weights == weights
-    assert summary.packed_bytes == packed
+    packed = codes + groups * 2 + groups * 3 // 8 + 2 * 4 * (64 + 96)  # codes, scales, zeros, g_idx
+    assert (summary.quantized_weights, summary.packed_bytes) == (weights, packed)
     assert summary.bits_per_weight == packed * 8 / weights
     assert summary.other_parameters == 640 + 2 * (64 + 64)
     assert summary.other_bytes == 640 * 2 + 2 * (64 * 2 + 64 * 4)
     assert (summary.format, summary.bits, summary.group_sizes) == ("gptq_v2", {3: 4}, {32: 4})
-    assert summary.writer is not None
     assert summary.writer.startswith("gptqkit:")
     assert json.loads(json.dumps(summary.to_dict()))["quantized_layers"] == 4
 
 
-def loaders(path: Path) -> dict[str, tuple[str, ...]]:
-    """The reasons of the readers that refuse."""
-    summary = inspect(path)
-    assert {reader.name for reader in summary.readers} == ALL
-    assert all(reader.loads != bool(reader.reasons) for reader in summary.readers)
-    return {reader.name: reader.reasons for reader in summary.readers if not reader.loads}
+def refusals(path):
+    """The reasons of the readers that do not load it."""
+    readers = inspect(path).readers
+    names = ["gptqkit", "GPTQModel", "transformers+gptqmodel", "vLLM", "SGLang", "AutoGPTQ"]
+    assert [reader.name for reader in readers] == names
+    assert all(reader.loads != bool(reader.reasons) for reader in readers)
+    return {reader.name.partition("+")[0]: " ".join(reader.reasons) for reader in readers if not reader.loads}
 
 
 @pytest.mark.parametrize(
-    ("settings", "refusing"),
+    ("settings", "expected"),
     [
-        ({"bits": 4, "sym": True, "format": "gptq"}, {"vLLM"}),  # 64 and 96 inputs are no multiples of 128
-        ({"bits": 4, "sym": True, "format": "gptq_v2"}, {"vLLM", "AutoGPTQ"}),
-        ({"bits": 4, "sym": False, "format": "gptq"}, {"vLLM", "GPTQModel"}),
-        ({"bits": 3, "sym": True, "format": "gptq"}, {"vLLM"}),
+        ({}, {"vLLM": "has 96 and 64"}),  # 64 and 96 inputs are no multiples of 128
+        ({"format": "gptq_v2"}, {"vLLM": "", "AutoGPTQ": "every zero off by one"}),
+        ({"sym": False}, {"vLLM": "symmetric checkpoints only", "GPTQModel": "refuses asymmetric version 1"}),
+        ({"bits": 3}, {"vLLM": "serves 4 and 8 bits, not 3"}),
+        (
+            {"overrides": {"q_proj": ModuleOverride(bits=8)}},
+            {"vLLM": "", "transformers": "knows one setting", "AutoGPTQ": "knows one setting"},
+        ),
+        ({"overrides": {"down_proj": SKIP}}, {"vLLM": "", "AutoGPTQ": "cannot leave modules"}),
+        ({"overrides": {r"0\.mlp": SKIP}}, {"vLLM": "", "transformers": "in some blocks", "AutoGPTQ": ""}),
     ],
 )
-def test_readers_by_format(material: Make, tmp_path: Path, settings: dict[str, Any], refusing: set[str]) -> None:
-    assert set(loaders(material(**settings).write(tmp_path / "out"))) == refusing
+def test_readers_by_settings(material, tmp_path, settings, expected):
+    found = refusals(material(**{"format": "gptq", **settings}).write(tmp_path / "out"))
+    assert found.keys() == expected.keys()
+    assert all(reason in found[name] for name, reason in expected.items())
 
 
-def test_vllm_reasons(material: Make, tmp_path: Path) -> None:
-    reasons = " ".join(loaders(material(bits=3, sym=False).write(tmp_path / "a"))["vLLM"])
-    assert "serves 4 and 8 bits, not 3" in reasons
-    assert "symmetric checkpoints only" in reasons
-    assert "has 96 and 64" in reasons
-    made = material(desc_act=True)
-    made.weights["model.layers.0.mlp.down_proj"].group_index.copy_(torch.arange(96) % 3)
-    reasons = " ".join(loaders(made.write(tmp_path / "b"))["vLLM"])
-    assert "rejects desc_act" in reasons
-    assert "ignores g_idx" in reasons
-
-
-def test_sglang_computes_other_kinds_in_float16_only(material: Make, tmp_path: Path) -> None:
-    made = material(bits=2)
+def test_readers_by_tensors(material, tmp_path):
+    made = material(bits=2, format="gptq")
     made.model_config["dtype"] = "bfloat16"
-    assert "float16 only" in loaders(made.write(tmp_path / "out"))["SGLang"][0]
-
-
-def test_mixed_settings_and_skipped_modules(material: Make, tmp_path: Path) -> None:
-    mixed = loaders(material(format="gptq", overrides={"q_proj": ModuleOverride(bits=8)}).write(tmp_path / "a"))
-    assert set(mixed) == {"vLLM", "transformers+gptqmodel", "AutoGPTQ"}
-    everywhere = {"down_proj": ModuleOverride(skip=True)}
-    assert set(loaders(material(format="gptq", overrides=everywhere).write(tmp_path / "b"))) == {"vLLM", "AutoGPTQ"}
-    in_one = {r"0\.mlp": ModuleOverride(skip=True)}
-    reasons = loaders(material(format="gptq", overrides=in_one).write(tmp_path / "c"))
-    assert "in some blocks" in reasons["transformers+gptqmodel"][0]
-
-
-def test_missing_group_index(material: Make, tmp_path: Path) -> None:
-    out = material(format="gptq").write(tmp_path / "out")
-    tensors = load_file(out / "model.safetensors")
-    save_file(
-        {name: t for name, t in tensors.items() if not name.endswith("g_idx")},
-        out / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    assert "needs g_idx, which 4 layers lack" in loaders(out)["transformers+gptqmodel"]
-
-
-def test_fused_projections_must_agree(material: Make, tmp_path: Path) -> None:
-    made = material()
+    name = "model.layers.0.mlp.down_proj"
+    made.weights[name] = random_weight(2, act_order=True)
     for block in range(2):
-        source = f"model.layers.{block}.self_attn.q_proj"
-        made.weights[source.replace("q_proj", "v_proj")] = made.weights[source]
-        made.other_tensors[source.replace("q_proj", "k_proj.weight")] = torch.randn(64, 64)
-    reasons = loaders(made.write(tmp_path / "out"))
-    assert any("qkv_proj quantized alike" in reason for reason in reasons["SGLang"])
+        stem = f"model.layers.{block}.self_attn"
+        made.weights[f"{stem}.v_proj"] = made.weights[f"{stem}.q_proj"]
+        made.other_tensors[f"{stem}.k_proj.weight"] = torch.randn(64, 64)
+    out = made.write(tmp_path / "out")
+    found = refusals(out)
+    assert "rejects desc_act" in found["vLLM"]
+    assert "ignores g_idx" in found["vLLM"]
+    assert "float16 only" in found["SGLang"]
+    assert "qkv_proj quantized alike" in found["SGLang"]
+    tensors = load_file(out / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("g_idx")}
+    save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
+    assert "needs g_idx, which 6 layers lack" in refusals(out)["transformers"]
 
 
-def test_kinds_of_models_that_were_not_tried_are_not_promised(material: Make, tmp_path: Path) -> None:
+def test_every_reader_loads_what_suits_it_and_fused_projections_count_together(material, tmp_path):
     made = material(format="gptq")
+    shapes = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
+    made.weights = {
+        f"model.layers.{block}.self_attn.{name}": random_weight(rows=rows, columns=128, sym=True)
+        for block in range(2)
+        for name, rows in shapes.items()
+    }
+    assert refusals(made.write(tmp_path / "out")) == {}
+
+
+def test_kinds_of_models_that_were_not_tried_are_not_promised(material, tmp_path):
+    others = {"GPTQModel", "transformers", "vLLM", "SGLang", "AutoGPTQ"}
+    made = material(format="gptq")
+    made.weights["model.layers.0.mlp.experts.0.gate_proj"] = made.weights["model.layers.0.self_attn.q_proj"]
+    assert refusals(made.write(tmp_path / "mixture")).keys() == others - {"GPTQModel"}
+    made.weights["model.layers.0.block_sparse_moe.experts.0.w1"] = made.weights["model.layers.0.self_attn.q_proj"]
+    assert "under other names" in refusals(made.write(tmp_path / "mixtral"))["GPTQModel"]
     made.model_config["architectures"] = ["LlavaForConditionalGeneration"]
-    reasons = loaders(made.write(tmp_path / "composite"))
-    assert set(reasons) == ALL - {"gptqkit"}
-    assert all("not with LlavaForConditionalGeneration" in each[0] for each in reasons.values())
-    made = material(format="gptq")
-    weight = made.weights["model.layers.0.self_attn.q_proj"]
-    made.weights["model.layers.0.mlp.experts.0.gate_proj"] = weight
-    assert set(loaders(made.write(tmp_path / "mixture"))) == ALL - {"gptqkit", "GPTQModel"}
-    made.weights["model.layers.0.block_sparse_moe.experts.0.w1"] = weight
-    assert "under other names" in loaders(made.write(tmp_path / "mixtral"))["GPTQModel"][0]
+    reasons = refusals(made.write(tmp_path / "composite"))
+    assert reasons.keys() == others
+    assert all("not with LlavaForConditionalGeneration" in each for each in reasons.values())

@@ -1,15 +1,17 @@
-"""Parameters of a model and the tensors in its files: transformers itself writes the files that are compared with."""
+"""Parameters of a model and the tensors in its files: transformers itself writes and loads the files compared with."""
+
+import re
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import save_file
 
-from gptqkit.architecture import empty_model
 from gptqkit.export.names import StoredNames
-from support.models import EXPERTS, GROUPED, MIXTURES, OTHERS, build, save, without
+from gptqkit.export.shards import Shards
+from gptqkit.model import open_empty
+from support.models import EXPERTS, GROUPED, MIXTURES, MODELS, OTHERS, build, save, without
 
-STACKED_ON_DISK = ("gpt_oss", "granitemoe", "qwen3_vl_moe")
 MORE = {
     "granitemoe": lambda: transformers.GraniteMoeForCausalLM(
         transformers.GraniteMoeConfig(**without(GROUPED, "head_dim"), num_local_experts=4, num_experts_per_tok=2)
@@ -34,105 +36,97 @@ MORE = {
             },
         )
     ),
+    "nomic_bert": lambda: transformers.NomicBertModel(
+        transformers.NomicBertConfig(
+            hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=96, intermediate_size=96
+        )
+    ),
 }
+STACKED_ON_DISK = ("gpt_oss", "granitemoe", "qwen3_vl_moe")
 
 
-@pytest.fixture(params=[*MIXTURES, *OTHERS, *MORE])
+def make(name):
+    return MORE[name]() if name in MORE else build(name)
+
+
+def names_of(path, stored):
+    empty = open_empty(path)
+    return empty, StoredNames(empty.stacked, empty.names, stored)
+
+
+@pytest.fixture(params=[*MODELS, *MIXTURES, *OTHERS, *MORE])
 def stored(request, tmp_path):
-    """A model, its file's tensors, and whether its experts are stacked there."""
-    model = MORE[request.param]() if request.param in MORE else build(request.param)
-    return model, save(model, tmp_path), request.param in STACKED_ON_DISK
+    """The name of a model, the folder of its files, and the tensors in them."""
+    return request.param, tmp_path, save(make(request.param), tmp_path)
 
 
-def names_of(model, tensors):
-    """In memory, in memory without weights, from the files; with the file's names, and loaded from them."""
-    empty = empty_model(model.config, torch.float32)
-    return [StoredNames(model), StoredNames(empty), StoredNames(empty, tensors)]
+def test_every_stored_tensor_goes_where_transformers_loads_it(stored):
+    """Every tensor in the file is filled with a number of its own, which then stands in the model that was loaded."""
+    name, path, tensors = stored
+    numbers = {key: number for number, key in enumerate(tensors, start=1)}
+    numbered = {key: torch.full_like(tensor, numbers[key]) for key, tensor in tensors.items()}
+    save_file(numbered, path / "model.safetensors", metadata={"format": "pt"})
+    loaded = type(make(name)).from_pretrained(path)
+    state = {key: value for key, value in loaded.state_dict().items() if key not in loaded.all_tied_weights_keys}
+    empty, names = names_of(path, tensors)
+    held = {key: set(value.unique().tolist()) for key, value in state.items()}
+    for key, number in numbers.items():
+        assert set(names.parameters(key)) == {parameter for parameter, found in held.items() if number in found}, key
+        working = names.working(key)
+        if working not in empty.split:  # what goes into one parameter, as it is, or nowhere so
+            whole = [one for one, found in held.items() if found == {number} and state[one].shape == tensors[key].shape]
+            assert whole == [working] or (working is None and not empty.names.intersection(whole)), key
+            continue
+        module, row, part = re.fullmatch(r"(.*)\.(\d+)\.(gate|up|down)_proj\.weight", working).groups()
+        matrix = state[f"{module}.{'down' if part == 'down' else 'gate_up'}_proj"][int(row)]
+        half = matrix if part == "down" else matrix.chunk(2)[part == "up"]
+        assert half.shape == tensors[key].shape
+        assert bool((half == number).all()), key
+    own = [working for key in tensors if (working := names.working(key)) is not None]
+    assert len(own) == len(set(own))
+    assert bool(empty.split) == (name in (*MIXTURES, *MORE) and name != "nomic_bert")
+    assert bool(empty.split.intersection(own)) == (bool(empty.split) and name not in STACKED_ON_DISK)
 
 
-def test_parts_are_what_the_file_holds(stored):
-    model, tensors, stacked = stored
-    for names in names_of(model, tensors):
-        found = {}
-        for parameter, value in model.state_dict().items():
-            pieces = names.cut(parameter, value)
-            assert not found.keys() & pieces
-            found |= pieces
-            for name in pieces:
-                assert names.find(name).parameter == parameter
-                assert names.shares(name) == [parameter]
-        if stacked:  # experts have names of their own; all else is as in the file
-            own = {name for name in found if ".experts." in name}
-            assert own
-            assert all(name.split(".")[-2] in ("gate_proj", "up_proj", "down_proj") for name in own)
-            merged = {name for name in tensors if "experts" in name or "put_linear" in name}
-            assert found.keys() - own == tensors.keys() - merged
-        else:
-            assert found.keys() == tensors.keys()
-        for name in found.keys() & tensors.keys():
-            assert torch.equal(found[name], tensors[name])
+def test_what_is_written_is_found_again(stored):
+    """A checkpoint in which every matrix stands alone, those of experts too."""
+    name, path, tensors = stored
+    empty, names = names_of(path, tensors)
+    written = {names.stored(working): working for working in empty.names}
+    assert len(written) == len(empty.names)
+    if name not in (*STACKED_ON_DISK, "nomic_bert"):
+        tied = set(getattr(empty.stacked, "all_tied_weights_keys", {}))
+        buffers = {key for key, _ in empty.model.named_buffers()}
+        assert written.keys() - tied - buffers == tensors.keys() - buffers
+    _, again = names_of(path, written)
+    assert {key: again.working(key) for key in written} == written
 
 
-def test_reverted_parameters_are_the_file(stored):
-    model, tensors, _ = stored
-    for names in names_of(model, tensors):
-        reverted = names.revert(model.state_dict())
-        assert reverted.keys() == tensors.keys()
-        for name, tensor in reverted.items():
-            assert torch.equal(tensor, tensors[name])
-
-
-def test_experts_stacked_on_disk_are_taken_apart_as_the_model_uses_them():
+def test_experts_stacked_on_disk_are_taken_apart_as_the_model_uses_them(tmp_path):
     model = build("gpt_oss")
-    names = StoredNames(model)
-    experts = model.model.layers[1].mlp.experts
-    x = torch.randn(5, 64)
-    path = "model.layers.1.mlp.experts"
-    for expert in range(4):
-        whole = x @ experts.gate_up_proj[expert] + experts.gate_up_proj_bias[expert]
-        cut = {**names.cut(f"{path}.gate_up_proj", experts.gate_up_proj)}
-        cut |= names.cut(f"{path}.gate_up_proj_bias", experts.gate_up_proj_bias)
-        for part, expected in (("gate_proj", whole[:, ::2]), ("up_proj", whole[:, 1::2])):  # as in its _apply_gate
-            output = x @ cut[f"{path}.{expert}.{part}.weight"].T + cut[f"{path}.{expert}.{part}.bias"]
-            assert torch.allclose(output, expected, atol=1e-5)
-        down = names.cut(f"{path}.down_proj", experts.down_proj)[f"{path}.{expert}.down_proj.weight"]
-        assert torch.equal(down, experts.down_proj[expert].T)
+    save(model, tmp_path)
+    tensors = Shards.of_folder(tmp_path)
+    empty, names = names_of(tmp_path, tensors.where)
+    empty.fill(tensors, names, list(tensors.where), torch.device("cpu"))
+    experts, x = model.model.layers[1].mlp.experts, torch.randn(5, 64)
+    for number in range(4):
+        own = empty.model.get_submodule(f"model.layers.1.mlp.experts.{number}")
+        whole = x @ experts.gate_up_proj[number] + experts.gate_up_proj_bias[number]
+        with torch.no_grad():  # interleaved, as in its _apply_gate
+            assert torch.allclose(own.gate_proj(x), whole[:, ::2], atol=1e-5)
+            assert torch.allclose(own.up_proj(x), whole[:, 1::2], atol=1e-5)
+        assert torch.equal(own.down_proj.weight, experts.down_proj[number].T)
 
 
-def test_files_of_the_bare_model_and_of_names_that_were_dropped(tmp_path):
-    model = build("mixtral")
-    tensors = {name.removeprefix("model."): tensor for name, tensor in save(model, tmp_path).items()}
-    tensors["model.mtp.weight"] = torch.zeros(1)
-    names = StoredNames(model, tensors)
-    assert names.parameter("model.mtp.weight") is None
-    assert names.shares("model.mtp.weight") == []
-    assert names.find("nothing.weight") is None
-    part = names.find("layers.1.block_sparse_moe.experts.3.w3.weight")
-    assert (part.parameter, part.expert, part.rows) == ("model.layers.1.mlp.experts.gate_up_proj", 3, slice(96, 192, 1))
-    assert part.module == "layers.1.block_sparse_moe.experts.3.w3"
-    for parameter, value in model.state_dict().items():
-        for name, piece in names.cut(parameter, value).items():
-            assert torch.equal(piece, tensors[name])
-
-
-def test_parameters_that_share_a_stored_tensor_keep_the_models_names(tmp_path):
-    config = transformers.NomicBertConfig(
-        hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=96, intermediate_size=96
-    )
-    model = transformers.NomicBertModel(config)
-    fused = "encoder.layers.0.attn.Wqkv.weight"
-    own = [f"layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
-    assert fused in save(model, tmp_path)
-    names = StoredNames(model, load_file(tmp_path / "model.safetensors"))
-    assert names.shares(fused) == own
-    assert [names.parts(name)[0].name for name in own] == own
-    assert names.parameter(own[1]) == own[1]  # a reader finds them under these names, too
-
-
-def test_asking_leaves_the_model_as_it_was(tmp_path):
-    build("mixtral").save_pretrained(tmp_path)
-    model = transformers.MixtralForCausalLM.from_pretrained(tmp_path)
-    for each in (model, build("mixtral")):
-        before = dict(each.__dict__)
-        StoredNames(each).parts("model.layers.0.mlp.experts.down_proj")
-        assert each.__dict__ == before
+def test_files_of_the_bare_model_and_names_that_were_dropped(tmp_path):
+    """Some files leave the prefix of the base model out; others hold what transformers has no place for."""
+    stored = [name.removeprefix("model.") for name in save(build("mixtral"), tmp_path)]
+    _, names = names_of(tmp_path, [*stored, "model.mtp.weight"])
+    assert names.parameters("model.mtp.weight") == []
+    assert names.working("model.mtp.weight") is None
+    inside = "layers.1.block_sparse_moe.experts.3.w3.weight"
+    assert names.working(inside) == "model.layers.1.mlp.experts.3.up_proj.weight"
+    assert names.parameters(inside) == ["model.layers.1.mlp.experts.gate_up_proj"]
+    assert names.stored("model.layers.1.mlp.experts.3.up_proj.weight") == inside
+    assert all(names.parameters(name) for name in stored)
+    assert names.stored("nothing.weight") == "nothing.weight"

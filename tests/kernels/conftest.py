@@ -1,76 +1,30 @@
-"""Random layers whose codes, zeros and scales are known."""
+"""What runs the kernels."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
-from gptqkit.export.pack import pack
-from gptqkit.kernels.launcher import launcher_for
-from gptqkit.kernels.packed import PackedWeight
+from gptqkit.kernels.cuda import CudaLinear
+from gptqkit.kernels.ops import Launcher, launcher_for
 
 
-@dataclass
-class Layer:
-    """A packed layer and, in float64, the exact weight (out, in) that it stands for."""
+class Place(NamedTuple):
+    device: torch.device
+    launcher: Launcher
+    linear: type[CudaLinear]
 
-    packed: PackedWeight
-    weight: Tensor
-
-
-class MakeLayer:
-    """Makes layers; a class so that tests can name the fixture's type."""
-
-    def __call__(
-        self,
-        *,
-        bits: int = 4,
-        rows: int = 64,
-        columns: int = 96,
-        group_size: int = 32,
-        zero_offset: int = 0,
-        stored_zero: int | None = None,
-        scale_dtype: torch.dtype = torch.float16,
-        g_idx: Tensor | None = None,
-        bias: bool = False,
-        seed: int = 0,
-    ) -> Layer:
-        generator = torch.Generator().manual_seed(seed)
-        groups = -(-columns // group_size)
-        codes = torch.randint(0, 2**bits, (rows, columns), generator=generator)
-        stored = torch.randint(0, 2**bits, (groups, rows), generator=generator)
-        if stored_zero is not None:
-            stored = torch.full_like(stored, stored_zero)
-        scales = (torch.rand(groups, rows, generator=generator) / 50 + 1e-3).to(scale_dtype)
-        trivial = torch.arange(columns) // group_size
-        index = trivial if g_idx is None else g_idx
-        weight = torch.empty(rows, columns, dtype=torch.float64)
-        for column, group in enumerate(index.tolist()):
-            weight[:, column] = (codes[:, column] - stored[group] - zero_offset).double() * scales[group].double()
-        packed = PackedWeight(
-            name="layer",
-            qweight=pack(codes, bits).t().contiguous(),
-            qzeros=pack(stored, bits),
-            scales=scales,
-            g_idx=index.to(torch.int32),
-            bias=torch.randn(rows, generator=generator).half() if bias else None,
-            bits=bits,
-            group_size=group_size,
-            zero_offset=zero_offset,
-            act_order=not torch.equal(index, trivial),
-        )
-        return Layer(packed=packed, weight=weight)
+    def reorder(self, seed):
+        """Let the emulator's threads run in another order."""
+        if self.device.type == "cpu":
+            self.launcher.library._handle.gptqkit_emulator_seed(seed)
 
 
-@pytest.fixture(scope="session")
-def make_layer() -> MakeLayer:
-    return MakeLayer()
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], ids=["emulator", "gpu"])
-def launcher(request):
-    """What runs the kernels: their emulator, and the real library where there is a GPU."""
-    if request.param == "cpu":
-        return request.getfixturevalue("emulation").launcher
-    return launcher_for(torch.device("cuda", torch.cuda.current_device()))
+@pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def place(request):
+    """The kernels' emulator and, where there is one, a GPU."""
+    if request.param == "emulator":
+        emulation = request.getfixturevalue("emulation")
+        return Place(torch.device("cpu"), emulation.launcher, emulation.linear)
+    device = torch.device("cuda", torch.cuda.current_device())
+    return Place(device, launcher_for(device), CudaLinear)

@@ -5,30 +5,24 @@ import dataclasses
 import importlib
 import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 
-from support.emulation import Emulation
-
-Load = Callable[[str], ModuleType]
+from gptqkit.kernels.ops import BITS, tuning_for
 
 
-def run_once(work: Callable[[Any], object], operands: list[Any], **_: object) -> float:
+def run_once(work, operands, **_):
     """In place of a time: 1 s, once the work was done."""
     work(operands[0])
     return 1.0
 
 
 @pytest.fixture
-def load(root: Path, emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> Load:
+def load(root, emulation, monkeypatch):
     """Imports a benchmark, with the CPU for a GPU that does everything in one second."""
     monkeypatch.syspath_prepend(str(root / "benchmarks"))
-    for name in ("timing", "layers", "decoder", "gemm", "model", "tune"):
+    for name in ("timing", "layers", "decoder", "gemm", "model", "tune", "sanitize"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     timing = importlib.import_module("timing")
     monkeypatch.setattr(timing, "find_gpu", lambda _: torch.device("cpu"))
@@ -39,60 +33,60 @@ def load(root: Path, emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> L
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 0)
 
-    def load(name: str) -> ModuleType:
+    def load(name, **settings):
         module = importlib.import_module(name)
-        monkeypatch.setattr(module, "launcher_for", lambda _: emulation.launcher, raising=False)
+        settings = {"launcher_for": lambda _: emulation.launcher, "CudaLinear": emulation.linear, **settings}
+        for attribute, value in settings.items():
+            monkeypatch.setattr(module, attribute, value, raising=False)
         return module
 
     return load
 
 
-def run(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
-    module.main()
+@pytest.fixture
+def run(monkeypatch):
+    def run(module, *arguments):
+        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+        module.main()
+
+    return run
 
 
-def test_gemm(load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gemm(load, run, tmp_path):
     arguments = ["--rows", 1, 120, "--shapes", "64x128", "--bits", 3, 8, "--dtypes", "float16", "--out", tmp_path]
-    run(load("gemm"), monkeypatch, *arguments)
-    report = json.loads((tmp_path / "gemm.json").read_text())
-    (table,) = report["tables"]
+    run(load("gemm"), *arguments)
+    (table,) = json.loads((tmp_path / "gemm.json").read_text())["tables"]
     assert set(table["columns"]) == {"cuBLAS", "3 bits", "8 bits"}
     assert [result["path"] for result in table["columns"]["3 bits"].values()] == ["fused", "dense"]
 
 
-def test_model(load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    module = load("model")
+def test_model(load, run, tmp_path):
     fields = {"hidden": 64, "intermediate": 128, "heads": 4, "key_heads": 2, "vocabulary": 50, "layers": 1}
     sizes = dataclasses.make_dataclass(
-        "Small", [(name, int, value) for name, value in fields.items()], bases=(module.Sizes,), frozen=True
+        "Small", [(name, int, value) for name, value in fields.items()], bases=(load("model").Sizes,), frozen=True
     )
-    monkeypatch.setattr(module, "Sizes", sizes)
-    monkeypatch.setattr(module, "WINDOW", 16)
-    monkeypatch.setattr(module, "CONTEXT", 16)
-    run(module, monkeypatch, "--bits", 16, 4, "--batches", 1, 3, "--group-size", 32, "--out", tmp_path)
-    report = json.loads((tmp_path / "model.json").read_text())
-    assert [(result["bits"], result["tokens_per_second"]) for result in report["results"]] == [
-        (bits, {"1": 1.0, "3": 3.0}) for bits in (16, 4)
-    ]
+    module = load("model", Sizes=sizes, WINDOW=16, CONTEXT=16)
+    run(module, "--bits", 16, 4, "--batches", 1, 3, "--group-size", 32, "--out", tmp_path)
+    results = json.loads((tmp_path / "model.json").read_text())["results"]
+    speeds = [(result["bits"], result["tokens_per_second"]) for result in results]
+    assert speeds == [(bits, {"1": 1.0, "3": 3.0}) for bits in (16, 4)]
 
 
-def test_tune(load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, emulation: Emulation) -> None:
-    from gptqkit.kernels.tuning import read_tuning
-
-    module = load("tune")
-    monkeypatch.setattr(emulation.launcher, "tuning", emulation.launcher.tuning)  # back again at the end
-    monkeypatch.setattr(module, "SHAPES", ((64, 1024), (128, 128)))
-    monkeypatch.setattr(module, "DENSE_SHAPES", ((128, 128),))
-    monkeypatch.setattr(module, "DENSE_ROWS", (120,))
-    monkeypatch.setattr(module, "FOLDER", tmp_path)
-    run(module, monkeypatch)
-    (path,) = tmp_path.iterdir()
-    assert path.name == "emulated-gpu.json"
-    assert read_tuning(path).crossover == dict.fromkeys((2, 3, 4, 8), module.MANY[0])
+def test_tune(load, run, tmp_path):
+    shapes = {"SHAPES": ((64, 1024), (128, 128)), "DENSE_SHAPES": ((128, 128),), "DENSE_ROWS": (120,)}
+    module = load("tune", DEVICES=tmp_path, **shapes)
+    run(module)
+    assert [path.name for path in tmp_path.iterdir()] == ["emulated-gpu.json"]
+    assert tuning_for("Emulated GPU", tmp_path).crossover == dict.fromkeys(BITS, module.MANY[0])
 
 
-def test_without_a_gpu_they_say_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sanitize(load, run, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch, "device", lambda *_: torch.zeros(0).device)
+    run(load("sanitize", BITS=(3,), OUTPUTS=32, COLUMNS=(48,)))
+
+
+def test_without_a_gpu_they_say_so(root, monkeypatch):
     monkeypatch.syspath_prepend(str(root / "benchmarks"))
     monkeypatch.delitem(sys.modules, "timing", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -14,20 +14,14 @@ from gptqkit.kernels.library import FILE_NAME, KernelLibrary, open_library
 
 
 @pytest.fixture
-def built(emulation):
-    """The emulator's library as a file."""
-    return emulation.launcher.library.path
-
-
-@pytest.fixture
-def fake_compiler(built, monkeypatch):
+def fake_compiler(emulator_path, monkeypatch):
     """A compiler that takes a moment and copies the emulator; yields the calls."""
     calls = []
 
     def compile_library(target):
         calls.append(target)
         time.sleep(0.1)
-        shutil.copy(built, target)
+        shutil.copy(emulator_path, target)
 
     monkeypatch.setattr(build, "find_nvcc", lambda: Path("nvcc"))
     monkeypatch.setattr(build, "build", compile_library)
@@ -35,8 +29,8 @@ def fake_compiler(built, monkeypatch):
     return calls
 
 
-def test_installed_library_comes_first(built, tmp_path, fake_compiler):
-    shutil.copy(built, tmp_path / FILE_NAME)
+def test_installed_library_comes_first(emulator_path, tmp_path, fake_compiler):
+    shutil.copy(emulator_path, tmp_path / FILE_NAME)
     assert open_library(tmp_path, tmp_path / "cache").path == tmp_path / FILE_NAME
     assert not fake_compiler
 
@@ -51,8 +45,7 @@ def test_library_is_built_once_also_when_asked_for_at_the_same_time(tmp_path, fa
     for thread in threads:
         thread.join()
     [path] = {each.path for each in found}
-    assert len(found) == 3
-    assert len(fake_compiler) == 1
+    assert (len(found), len(fake_compiler)) == (3, 1)
     assert path.parent.parent == tmp_path / "cache"
     assert "building the CUDA kernels" in caplog.text
     assert sorted(each.name for each in path.parent.iterdir()) == sorted([FILE_NAME, "lock"])
@@ -66,8 +59,8 @@ def test_cache_tells_sources_apart(tmp_path, monkeypatch):
     before = library.sources_hash()
     monkeypatch.setattr(library, "_HERE", tmp_path)
     assert library.sources_hash() == before
-    header = tmp_path / "csrc" / "api.h"
-    header.write_text(header.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    with (tmp_path / "csrc" / "api.h").open("a", encoding="utf-8") as header:
+        header.write("\n")
     assert library.sources_hash() != before
 
 
@@ -105,8 +98,8 @@ def test_files_that_are_no_library_of_ours_are_refused(tmp_path):
     ("driver", "built_with", "message"),
     [(0, 13000, "no NVIDIA driver"), (12090, 13000, r"serves CUDA 12\.9.*built with CUDA 13\.0; update the driver")],
 )
-def test_driver_must_be_recent_enough(built, driver, built_with, message):
-    kernels = KernelLibrary(built)
+def test_driver_must_be_recent_enough(emulator_path, driver, built_with, message):
+    kernels = KernelLibrary(emulator_path)
     kernels.driver, kernels.built = driver, built_with
     with pytest.raises(BackendError, match=message):
         kernels.check_driver()

@@ -1,13 +1,10 @@
 """What only a GPU can show: streams, graphs, sizes beyond 32 bits."""
 
-import dataclasses
-
 import pytest
 import torch
 
-from gptqkit.kernels.cuda_backend import CudaLinear
-from gptqkit.kernels.gemm import dequantize, matmul, repack
-from support.emulation import move
+from gptqkit.kernels.cuda import CudaLinear
+from support.kernel_cases import make_weight, random
 
 pytestmark = pytest.mark.gpu
 
@@ -15,14 +12,13 @@ ROUNDS = 50
 
 
 @pytest.fixture
-def linear(make_layer):
+def linear():
     """A layer whose products with few rows are split between blocks."""
-    packed = make_layer(rows=256, columns=8192, group_size=128).packed
-    return CudaLinear(move(packed, "cuda"), torch.float16)
+    return CudaLinear(make_weight(rows=256, columns=8192, group_size=128).to("cuda"), None, torch.float16)
 
 
-def inputs(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to("cuda", torch.float16)
+def on_gpu(*shape, seed=1):
+    return random(*shape, seed=seed).to("cuda", torch.float16)
 
 
 def capture(linear, x):
@@ -34,29 +30,20 @@ def capture(linear, x):
     return graph, y
 
 
-def test_graphs_replay_with_new_inputs(linear):
-    x = inputs(4, 8192)
+@pytest.mark.parametrize("rows", [4, 700])  # both paths
+def test_graphs_replay_with_new_inputs(linear, rows):
+    x = on_gpu(rows, 8192)
     linear(x)
     graph, y = capture(linear, x)
     for seed in range(3):
-        x.copy_(torch.randn(4, 8192, generator=torch.Generator().manual_seed(seed)))
+        x.copy_(on_gpu(rows, 8192, seed=seed))
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(y, linear(x))
 
 
-def test_dense_path_can_be_captured(linear):
-    x = inputs(700, 8192)
-    expected = linear(x)
-    graph, y = capture(linear, x)
-    y.zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(y, expected)
-
-
 def test_graphs_and_eager_calls_run_side_by_side(linear):
-    x = inputs(4, 8192)
+    x = on_gpu(4, 8192)
     expected = linear(x)
     graphs = [capture(linear, x) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(4)]
@@ -74,9 +61,7 @@ def test_graphs_and_eager_calls_run_side_by_side(linear):
 
 
 def test_calls_follow_the_current_stream(linear):
-    stream = torch.cuda.Stream()
-    x = torch.zeros(4, 8192, dtype=torch.float16, device="cuda")
-    values = inputs(4, 8192)
+    x, values, stream = torch.zeros(4, 8192, dtype=torch.float16, device="cuda"), on_gpu(4, 8192), torch.cuda.Stream()
     expected = linear(values)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -91,39 +76,35 @@ def test_calls_follow_the_current_stream(linear):
 def test_compiles_with_graphs(linear):
     pytest.importorskip("triton")
     compiled = torch.compile(linear, fullgraph=True, mode="reduce-overhead")
-    x = inputs(4, 8192)
+    x = on_gpu(4, 8192)
     with torch.no_grad():
         for _ in range(4):
             assert torch.equal(compiled(x).clone(), linear(x))
 
 
-def test_more_activations_than_32_bits_count(make_layer):
-    layer = make_layer(rows=64, columns=4096, group_size=128)
-    weight = repack(move(layer.packed, "cuda"))
+def test_more_activations_than_32_bits_count():
+    linear = CudaLinear(make_weight(columns=4096, group_size=128).to("cuda"), None, torch.float16)
     rows = 2**31 // 4096 + 1000
     if torch.cuda.mem_get_info()[0] < 3 * rows * 4096 * 2:
         pytest.skip("needs more memory")
     x = torch.zeros(rows, 4096, dtype=torch.float16, device="cuda")
-    x[-8:] = inputs(8, 4096)
-    expected = matmul(x[-8:], weight)
-    assert torch.allclose(matmul(x, weight)[-8:], expected, rtol=1e-2, atol=1e-2)
-    arguments = (weight.weight, weight.scale, weight.zero, None, 4, 128, 64, 1)
-    assert torch.allclose(torch.ops.gptqkit.gemm(x, *arguments)[-8:], expected, rtol=1e-2, atol=1e-2)
+    x[-8:] = on_gpu(8, 4096)
+    expected = linear(x[-8:])
+    layer = (linear.weight, linear.scale, linear.zero, None, 4, 128, 64)
+    for split in (0, 1):
+        y = torch.ops.gptqkit.linear(x, *layer, split)
+        assert torch.allclose(y[-8:], expected, rtol=1e-2, atol=1e-2)
 
 
-def test_more_weights_than_32_bits_count(make_layer):
-    small = make_layer(bits=2, rows=64, columns=1024, group_size=1024)
+def test_more_weights_than_32_bits_count():
+    weight = make_weight(bits=2, columns=1024, group_size=1024)
+    small = CudaLinear(weight.to("cuda"), None, torch.float16)
     copies = 2**31 // (64 * 1024) + 1
     if torch.cuda.mem_get_info()[0] < 64 * copies * 1024 * 4:
         pytest.skip("needs more memory")
-    packed = move(small.packed, "cuda")
-    wide = dataclasses.replace(
-        packed,
-        qweight=packed.qweight.repeat(1, copies),
-        qzeros=packed.qzeros.repeat(1, copies),
-        scales=packed.scales.repeat(1, copies),
-    )
-    weight = repack(wide)
-    assert torch.equal(dequantize(weight, torch.float16)[-64:].cpu(), small.packed.dequantize(torch.float16))
-    x = inputs(3, 1024)
-    assert torch.equal(matmul(x, weight)[:, -64:], matmul(x, weight)[:, :64])
+    tensors = (small.weight.repeat(copies, 1, 1, 1, 1), small.scale.repeat(1, copies), small.zero.repeat(1, copies))
+    sizes = (2, 1024, 64 * copies)
+    dense = torch.ops.gptqkit.dequantize(*tensors, *sizes, 1024, torch.float16)
+    assert torch.equal(dense[-64:].cpu(), weight.dequantize(torch.float16))
+    x = on_gpu(3, 1024)
+    assert torch.equal(torch.ops.gptqkit.linear(x, *tensors, None, *sizes)[:, -64:], small(x))

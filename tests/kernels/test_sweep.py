@@ -1,14 +1,10 @@
 """The fused sweep against its equations, the solver's own path and the textbook loop."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from gptqkit.errors import ShapeError
-from gptqkit.kernels import sweep as kernel
-from gptqkit.kernels.library import Search
-from gptqkit.kernels.sweep import sweep_block
+from gptqkit.kernels.sweep import sweep_block, sweep_library
 from gptqkit.quantizer import gptq
 from gptqkit.quantizer.config import QuantizeConfig
 from gptqkit.quantizer.grid import GroupGrid, IntegerZeroPoint, fit_grid
@@ -99,17 +95,17 @@ def test_codes_equal_the_textbook_loop(fused):
     assert (solved.codes.double() != expected).float().mean() < 0.002  # float32 against float64
 
 
-def sweep(launcher, weight, inverse, *, bits, sym, group_size, shift=None, importance=None, grids=None, min_zero=0):
+def sweep(place, weight, inverse, *, bits, sym, group_size, shift=None, importance=None, grids=None, min_zero=0):
     """Everything that the kernel writes, by name; `grids`, (scale, zero, group), are given ones."""
     columns, rows = weight.shape
     scale, zero = grids[:2] if grids else torch.empty(2, -(-columns // group_size), rows).unbind()
     operands = {"shift": shift, "importance": importance, "group": grids[2] if grids else None}
     found = {"codes": torch.empty_like(weight, dtype=torch.uint8), "values": torch.empty_like(weight)}
     found |= {"scale": scale, "zero": zero}
-    there = {name: each if each is None else each.to(launcher.device) for name, each in (operands | found).items()}
-    block, inverse = weight.to(launcher.device, copy=True), inverse.to(launcher.device)
+    there = {name: each if each is None else each.to(place.device) for name, each in (operands | found).items()}
+    block, inverse = weight.to(place.device, copy=True), inverse.to(place.device)
     settings = {"group_size": group_size, "bits": bits, "sym": sym, "min_zero": min_zero}
-    scaled = sweep_block(launcher.library, block, inverse, **there, **settings)
+    scaled = sweep_block(place.launcher.library, block, inverse, **there, **settings)
     written = {name: there[name] for name in found} | {"block": block, "scaled": scaled}
     return {name: each.cpu() for name, each in written.items()}
 
@@ -117,7 +113,7 @@ def sweep(launcher, weight, inverse, *, bits, sym, group_size, shift=None, impor
 @pytest.mark.parametrize("sym", [True, False])
 @pytest.mark.parametrize("min_zero", [0, 1])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_grids_equal_fit_grid(launcher, bits, min_zero, sym):
+def test_grids_equal_fit_grid(place, bits, min_zero, sym):
     """Without propagation (U = 1) every group's grid is that of torch, for weights of all signs and sizes."""
     generator = torch.Generator().manual_seed(bits)
     weight = torch.randn(32, 70, generator=generator)
@@ -129,7 +125,7 @@ def test_grids_equal_fit_grid(launcher, bits, min_zero, sym):
     importance = torch.rand(32, generator=generator)
     settings = {"bits": bits, "sym": sym, "min_zero": min_zero}
     torch_settings = {"bits": bits, "sym": sym, "snap": IntegerZeroPoint(least=min_zero)}
-    found = sweep(launcher, weight, torch.eye(32), group_size=16, importance=importance, **settings)
+    found = sweep(place, weight, torch.eye(32), group_size=16, importance=importance, **settings)
     scale, zero, codes, values = (found[name] for name in ("scale", "zero", "codes", "values"))
     assert torch.equal(found["block"], weight)
     for group in range(2):
@@ -141,7 +137,7 @@ def test_grids_equal_fit_grid(launcher, bits, min_zero, sym):
         assert torch.equal(values[16 * group :][:16][:, same], grid.decode(grid.encode(part))[:, same])
     assert torch.equal(found["scaled"], weight - values)
     # Minimum to maximum: nothing is summed, so every grid is the same.
-    found = sweep(launcher, weight, torch.eye(32), group_size=32, **settings)
+    found = sweep(place, weight, torch.eye(32), group_size=32, **settings)
     grid = fit_grid(weight, **torch_settings)
     assert torch.equal(found["scale"][0], grid.scale)
     assert torch.equal(found["zero"][0], grid.zero)
@@ -164,7 +160,7 @@ def test_grids_equal_fit_grid(launcher, bits, min_zero, sym):
         (250, 2, 50, False, True, False),
     ],
 )
-def test_what_it_writes_obeys_the_equations(launcher, columns, rows, group_size, search, given, gptaq):
+def test_what_it_writes_obeys_the_equations(place, columns, rows, group_size, search, given, gptaq):
     """Every equation of the sweep, in float64, from what the kernel itself wrote; codes to the bit."""
     generator = torch.Generator().manual_seed(columns)
     weight = torch.randn(columns, rows, generator=generator)
@@ -179,7 +175,7 @@ def test_what_it_writes_obeys_the_equations(launcher, columns, rows, group_size,
         scale = (torch.rand(int(group.max()) + 1, rows, generator=generator) + 0.1).half().float()
         grids = scale, torch.randint(0, 8, scale.shape, generator=generator).float(), group.int()
     arguments = {"shift": shift, "importance": importance, "grids": grids, "group_size": group_size}
-    found = sweep(launcher, weight, inverse, bits=3, sym=False, **arguments)
+    found = sweep(place, weight, inverse, bits=3, sym=False, **arguments)
     block, values, codes, scaled = (found[name] for name in ("block", "values", "codes", "scaled"))
     grid = grid_of(found["scale"][group], found["zero"][group], 7)
     assert torch.equal(codes.float(), grid.encode(block))
@@ -200,14 +196,13 @@ def test_what_it_writes_obeys_the_equations(launcher, columns, rows, group_size,
         assert torch.allclose(*sums, rtol=1e-2)
         assert torch.isclose(*sums, rtol=1e-5).float().mean() >= 0.9  # a tie may lead to another range
     for seed in (1, 2):  # whatever order the threads run in
-        if launcher.device.type == "cpu":
-            launcher.library._handle.gptqkit_emulator_seed(seed)
-        again = sweep(launcher, weight, inverse, bits=3, sym=False, **arguments)
+        place.reorder(seed)
+        again = sweep(place, weight, inverse, bits=3, sym=False, **arguments)
         assert all(torch.equal(again[name], found[name]) for name in found)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_weights_on_the_edge_between_two_codes_fall_as_in_torch(launcher, bits):
+def test_weights_on_the_edge_between_two_codes_fall_as_in_torch(place, bits):
     """Half integers times the scale, and their neighbours among the float32 numbers; those far outside, too."""
     generator = torch.Generator().manual_seed(bits)
     scale = torch.exp(torch.empty(1, 96).uniform_(-9, 11, generator=generator)).half().float()
@@ -218,7 +213,7 @@ def test_weights_on_the_edge_between_two_codes_fall_as_in_torch(launcher, bits):
     weight[32:] = weight[32:].nextafter(torch.tensor(-torch.inf))
     weight[0], weight[1], weight[2] = 1e30, -1e30, 1e-40
     grids = scale, zero, torch.zeros(48, dtype=torch.int32)
-    found = sweep(launcher, weight, torch.eye(48), bits=bits, sym=False, group_size=48, grids=grids)
+    found = sweep(place, weight, torch.eye(48), bits=bits, sym=False, group_size=48, grids=grids)
     assert torch.equal(found["codes"].float(), grid_of(scale, zero, 2**bits - 1).encode(weight))
 
 
@@ -237,16 +232,12 @@ def test_what_the_kernel_cannot_take_is_refused(emulation):
         refused(torch.empty(4, 4), torch.empty(4, 4, dtype=torch.float64))
 
 
-def test_a_missing_library_is_said_once_where_a_gpu_could_use_it(monkeypatch, caplog):
-    monkeypatch.setattr(kernel, "find_library", lambda: Search(library=None, reason="nvcc is not found"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    kernel._library.cache_clear()
-    on_gpu = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32)
+def test_a_missing_library_is_said_once_where_a_gpu_could_use_it(gpu, monkeypatch, caplog):
+    monkeypatch.setattr("gptqkit.kernels.library.find_library", lambda: (None, "nvcc is not found"))
     for _ in range(2):
-        assert kernel.sweep_library(on_gpu) is None
-    assert kernel.sweep_library(torch.empty(1, 1)) is None
+        assert sweep_library(torch.empty(1, 1, device=gpu)) is None
+    assert sweep_library(torch.empty(1, 1)) is None
     assert [record.message.rsplit(", ", 1)[1] for record in caplog.records] == ["because nvcc is not found"]
-    kernel._library.cache_clear()
 
 
 @pytest.mark.gpu

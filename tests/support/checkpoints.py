@@ -34,6 +34,6 @@ def write_checkpoint(
             part.unlink()
         quantization = layout.write_config(config, {name: LayerSpec.of(each) for name, each in weights.items()}, floats)
         if passthrough:
-            quantization["meta"]["passthrough_tensors"] = list(passthrough)
+            quantization.setdefault("meta", {})["passthrough_tensors"] = list(passthrough)
         write_configs(directory, quantization, model_config, generation_config, tokenizer)
-        write_report(directory, report or {"model": "example"}, quantization)
+        write_report(directory, {"model": "example", "config": config.to_dict(), **(report or {})})

@@ -1,56 +1,62 @@
 """The operators on the CPU: the kernels' own sources, run by their emulator."""
 
-import dataclasses
+from ctypes import c_char_p
+from typing import NamedTuple
 
 import torch
 
-from gptqkit.kernels import ops
-from gptqkit.kernels.cuda_backend import CudaLinear
-from gptqkit.kernels.gemm import refusal
-from gptqkit.kernels.launcher import Launcher
+from gptqkit.kernels import cuda, ops
 from gptqkit.kernels.library import KernelLibrary
-from gptqkit.kernels.tuning import Tuning
 
 # Splits K = 128 already, so that small layers see everything.
-TUNING = Tuning(
-    blocks_per_multiprocessor=2,
-    least_inputs_per_block=64,
-    crossover=dict.fromkeys((2, 3, 4, 8), 100),
-    dense_bytes=1 << 25,
-)
+TUNING = ops.Tuning(least_inputs_per_block=64, crossover=dict.fromkeys((2, 3, 4, 8), 100))
 
 
-class EmulatedLinear(CudaLinear):
-    """The cuda backend's layer where the emulator serves the CPU."""
+class Traffic(NamedTuple):
+    """What one access in the sources cost: `spent` and `least` are transfers for shared memory, bytes for global."""
 
-    backend = "emulated"
-    device_type = "cpu"
+    file: str
+    line: int
+    function: str
+    bytes: int  # of a lane
+    instructions: int  # of warps
+    spent: int
+    least: int
 
-    @classmethod
-    def refusal(cls, packed, dtype):
-        return refusal(packed, dtype)
+    @property
+    def conflicts(self):
+        return self.function in ("load_shared", "store_shared", "copy_async_to") and self.spent > self.least
 
 
-@dataclasses.dataclass
 class Emulation:
-    """Registers the emulator for the CPU while it lives."""
+    """Registers the emulator for the CPU while it lives; its `linear` is the cuda backend's layer there."""
 
-    launcher: Launcher
-    operators: torch.library.Library
+    def __init__(self, path):
+        self.library = KernelLibrary(path)
+        self.launcher = ops.Launcher(self.library, torch.device("cpu"), TUNING, multiprocessors=8)
+        self.operators = torch.library.Library("gptqkit", "IMPL")
+        ops.implement(self.operators, "CPU", lambda _: self.launcher)
 
+        class EmulatedLinear(cuda.CudaLinear):
+            device_type = "cpu"
+            launcher = staticmethod(lambda _: self.launcher)
 
-def emulate(path):
-    launcher = Launcher(KernelLibrary(path), torch.device("cpu"), TUNING, multiprocessors=8)
-    operators = torch.library.Library("gptqkit", "IMPL")
-    ops.implement(operators, "CPU", launcher)
-    return Emulation(launcher, operators)
+            @classmethod
+            def refusal(cls, weight, dtype):
+                return cuda.unfit(weight, dtype)
 
+        self.linear = EmulatedLinear
 
-def move(packed, device):
-    """The same layer with its tensors on `device`."""
-    tensors = {
-        field.name: value.to(device)
-        for field in dataclasses.fields(packed)
-        if isinstance(value := getattr(packed, field.name), torch.Tensor)
-    }
-    return dataclasses.replace(packed, **tensors)
+    def reorder(self, seed):
+        """Let threads run in another order."""
+        self.library._handle.gptqkit_emulator_seed(seed)
+
+    def count_traffic(self, counting):
+        self.library._handle.gptqkit_emulator_count(int(counting))
+
+    def traffic(self):
+        """The traffic of the last launch, if it was counted."""
+        report = self.library._handle.gptqkit_emulator_traffic
+        report.restype = c_char_p
+        words = [line.split() for line in report().decode().splitlines()]
+        return [Traffic(file, int(line), name, *map(int, numbers)) for file, line, name, *numbers in words]

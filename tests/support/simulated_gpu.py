@@ -1,9 +1,8 @@
 """A GPU that is not there: tensors that say they are on `cuda:0`, hold their numbers on the CPU and mix with no others.
 
 Within `simulated_gpu()` torch sees one GPU. Operators on its tensors run on the CPU's numbers, but with operands on
-two devices they fail as on a GPU, so that a tensor forgotten on the host is found on every machine. Its memory is what
-its tensors take, without the rounding and the reserves of an allocator. Not seen: speed, streams, what a kernel needs
-for itself, and operators that a GPU does not have.
+two devices they fail as on a GPU, so that a tensor forgotten on the host is found on every machine. Not seen: speed,
+memory, streams, and operators that a GPU does not have.
 """
 
 from __future__ import annotations
@@ -20,19 +19,17 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
-from gptqkit.footprint import Footprint
-
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-MEMORY = 8 << 30
 aten = torch.ops.aten
 
 # Operators whose operands may lie on two devices: copies; and those where only the indices, second, may be on the host.
 COPYING = {aten.copy_.default, aten._to_copy.default}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+# What only GPUs have.
+MISSING = {aten.mm.dtype: lambda left, right, dtype: left.to(dtype) @ right.to(dtype)}
 
 # Torch wants somebody who switches devices; for this one there is nothing to do.
 GUARD = """
@@ -58,7 +55,6 @@ class GpuTensor(torch.Tensor):
             requires_grad=host.requires_grad,
         )
         tensor.host = host
-        memory.count(host)
         return tensor
 
     @classmethod
@@ -68,11 +64,8 @@ class GpuTensor(torch.Tensor):
     def tolist(self) -> Any:
         return self.host.tolist()
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:
         return f"GpuTensor({self.host})"
-
-
-memory = Footprint()  # of the process
 
 
 def is_on_gpu(value: object) -> bool:
@@ -119,7 +112,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     elif func not in COPYING:
         _refuse_strangers(func, leaves)
 
-    out = func(*_mapped(_on_host, args), **{name: _mapped(_on_host, value) for name, value in kwargs.items()})
+    run = MISSING.get(func, func)
+    out = run(*_mapped(_on_host, args), **{name: _mapped(_on_host, value) for name, value in kwargs.items()})
     if target is not None:
         stays = target.type == "cuda"
     else:
@@ -133,9 +127,13 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 class Operators(TorchDispatchMode):
     """Sees every operator: those that make tensors on the GPU, and those on parameters that moved there."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what torch does otherwise takes longer than most operators here
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves = _leaves((args, list(kwargs.values())))
+        leaves = _leaves((args, list(kwargs.values())) if kwargs else args)
         if any(leaf.device.type == "cuda" if isinstance(leaf, Tensor) else leaf == GPU for leaf in leaves):
             return _run(func, args, kwargs)
         return func(*args, **kwargs)
@@ -148,30 +146,46 @@ class Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.device:
             return func(*args, **kwargs)
-        if func in (torch.Tensor.data_ptr, torch.Tensor.untyped_storage) and is_on_gpu(args[0]):
-            return func(args[0].host)
-        args = tuple(GPU if _is_cuda(argument) else argument for argument in args)
+        if any(map(_is_cuda, args)):
+            args = tuple(GPU if _is_cuda(argument) else argument for argument in args)
         if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": GPU}
-        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == GPU:
-            return func(*args, **{**kwargs, "device": CPU}).to(GPU)
-        if func == torch.Tensor.__deepcopy__ and is_on_gpu(args[0]):
-            return args[1].setdefault(id(args[0]), args[0].clone())
-        if func == torch.Tensor.__getitem__ and is_on_gpu(args[0]):
-            places = args[1] if isinstance(args[1], tuple) else (args[1],)
-            args = (args[0], tuple(torch.tensor(each).to(GPU) if isinstance(each, list) else each for each in places))
-        if func is scaled_dot_product_attention and is_on_gpu(args[0]):  # fused: nothing but the result is made
-            _refuse_strangers(func, (args, list(kwargs.values())))
-            named = {name: _on_host(value) for name, value in kwargs.items()}
-            return GpuTensor(func(*_mapped(_on_host, args), **named))
-        result = func(*args, **kwargs)
-        if func == torch.Tensor.data.__set__ and is_on_gpu(args[1]):
-            args[0].host = args[1].host
-        return result
+        special = SPECIAL.get(func)
+        return func(*args, **kwargs) if special is None else special(func, args, kwargs)
 
 
 def _is_cuda(value: object) -> bool:
-    return isinstance(value, (str, torch.device)) and str(value) in ("cuda", "cuda:0")
+    return value.__class__ in (str, torch.device) and str(value) in ("cuda", "cuda:0")
+
+
+def _pointer(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(args[0].host if is_on_gpu(args[0]) else args[0], **kwargs)
+
+
+def _make(func: Any, args: Any, kwargs: Any) -> Any:
+    if kwargs.get("device") != GPU:
+        return func(*args, **kwargs)
+    return func(*args, **{**kwargs, "device": CPU}).to(GPU)
+
+
+def _deepcopy(func: Any, args: Any, kwargs: Any) -> Any:
+    if not is_on_gpu(args[0]):
+        return func(*args, **kwargs)
+    return args[1].setdefault(id(args[0]), args[0].clone())
+
+
+def _set_data(func: Any, args: Any, kwargs: Any) -> Any:
+    func(*args, **kwargs)
+    if is_on_gpu(args[1]):
+        args[0].host = args[1].host
+
+
+SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.data_ptr: _pointer,
+    torch.tensor: _make,
+    torch.Tensor.__deepcopy__: _deepcopy,
+    torch.Tensor.data.__set__: _set_data,
+}
 
 
 def _submit_here(_: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -194,45 +208,22 @@ def load_guard(folder: Path) -> None:
     ctypes.CDLL(str(library))
 
 
-def _forget_peak() -> None:
-    memory.peak = memory.live
-
-
 @contextmanager
 def simulated_gpu() -> Iterator[None]:
     """One GPU for this thread, after `load_guard`; work for other threads is done here."""
-    properties = SimpleNamespace(
-        name="Simulated GPU", multi_processor_count=8, total_memory=MEMORY, L2_cache_size=1 << 20, major=9, minor=0
-    )
     answers = {
         "_lazy_init": None,
         "is_available": True,
         "device_count": 1,
-        "current_device": 0,
-        "set_device": None,
-        "synchronize": None,
         "empty_cache": None,
-        "get_device_properties": properties,
-        "get_device_name": properties.name,
-        "get_device_capability": (properties.major, properties.minor),
-        "is_current_stream_capturing": False,
+        "mem_get_info": (8 << 30, 8 << 30),
+        "get_device_properties": SimpleNamespace(name="Simulated GPU", multi_processor_count=8, major=9, minor=0),
         "current_stream": SimpleNamespace(cuda_stream=None, synchronize=lambda: None),
         "device": nullcontext(),
     }
-    functions: dict[str, Callable[..., object]] = {
-        name: lambda *_, answer=answer: answer  # type: ignore[misc]
-        for name, answer in answers.items()
-    }
-    functions |= {
-        "mem_get_info": lambda *_: (MEMORY - memory.live, MEMORY),
-        "memory_reserved": lambda *_: memory.live,
-        "memory_allocated": lambda *_: memory.live,
-        "max_memory_allocated": lambda *_: memory.peak,
-        "reset_peak_memory_stats": lambda *_: _forget_peak(),
-    }
     with ExitStack() as stack:
-        for name, function in functions.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, function))
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, answer=answer: answer))
         stack.enter_context(mock.patch.object(ThreadPoolExecutor, "submit", _submit_here))
         # Tensors of inference mode refuse what results of such operators need.
         stack.enter_context(mock.patch.object(torch._C, "_InferenceMode", side_effect=lambda _: torch.no_grad()))

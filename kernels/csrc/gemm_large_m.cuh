@@ -1,0 +1,129 @@
+// y = x WT + bias for more than 16 tokens: bound by reading the weight up to about 64, then by the tensor cores.
+//
+// Formula. Operands are dequantized in registers, (code - zero) * scale rounded once to the dtype: the weight that
+//     gptqkit_dequantize gives, so y is what a dense gemm with it computes (weights.cuh).
+// Operands. As in gemm_small_m.cuh: W is the 16-row operand, x the 8-column one.
+// Grid (token tiles of 8 * TOKENS, split, column tiles of 256), block of 4 warps, one per 64 columns. The units are
+//     dealt to the blocks of a column tile in contiguous runs. Per unit a block copies 64 inputs of all its tokens to
+//     shared memory, for all warps, and every thread its own vectors of the weight; one barrier per unit says that the
+//     tokens are there. Token rows lie 160 bytes apart there: then the eight bytes per lane of half a warp fall into
+//     32 different banks.
+// Preconditions and layouts as in gemm_small_m.cuh; any `group` that is a multiple of 16.
+// Numerics: products exact, one float32 sum per element over the block's inputs, those of blocks added in a fixed
+//     order; y is rounded once.
+#pragma once
+
+#include "weights.cuh"
+
+constexpr int kLargeMWarps = 4;
+constexpr int kLargeMColumns = kLargeMWarps * kTile;
+constexpr int kTokenRow = 160; // bytes
+template <int BITS> constexpr int kLargeMStages = BITS == 8 ? 3 : 4;
+template <int BITS> constexpr int kLargeMWeightBytes = kLargeMStages<BITS> * BITS * kLargeMWarps * kLanes * 16;
+template <int BITS, int TOKENS> constexpr int kLargeMRingBytes =
+    kLargeMWeightBytes<BITS> + kLargeMStages<BITS> * 8 * TOKENS * kTokenRow;
+
+template <class T, int BITS, int TOKENS> KERNEL(kLargeMWarps *kLanes, 2) gemm_large_m(const GemmArguments a) {
+    constexpr int kThreads = kLargeMWarps * kLanes, kStages = kLargeMStages<BITS>;
+    // Of 16 bytes: in a row of tokens, for every thread.
+    constexpr int kPieces = kTile * 2 / 16, kCopies = 8 * TOKENS * kPieces / kThreads;
+    DYNAMIC_SHARED(uint4, ring);
+    unsigned char *const token_ring = reinterpret_cast<unsigned char *>(ring) + kLargeMWeightBytes<BITS>;
+    const int thread = threadIdx.x, lane = thread % kLanes, warp = thread / kLanes, c = lane / 4, t = lane % 4;
+    const int token0 = int(blockIdx.x) * 8 * TOKENS, parts = gridDim.y, part = blockIdx.y;
+    const int first = int(int64_t(a.units) * part / parts), end = int(int64_t(a.units) * (part + 1) / parts);
+    // Warps and tokens beyond the edges repeat the last tile and row: what they compute is never stored.
+    const int own_tile = int(blockIdx.z) * kLargeMWarps + warp;
+    const int tile = own_tile < a.column_tiles ? own_tile : a.column_tiles - 1;
+
+    const uint4 *source = a.weight + (int64_t(tile) * a.units + first) * BITS * kLanes + lane;
+    uint4 *const slots = ring + thread;
+    const int piece = thread % kPieces;
+    const uint16_t *rows[kCopies];
+#pragma unroll
+    for (int r = 0; r < kCopies; r++) {
+        const int token = token0 + r * (kThreads / kPieces) + thread / kPieces;
+        rows[r] = a.x + (token < a.m ? token : a.m - 1) * a.ldx + 8 * piece;
+    }
+    unsigned char *const token_slots = token_ring + thread / kPieces * kTokenRow + 16 * piece;
+    int unit_to_copy = first, stage_to_copy = 0, stage = 0;
+    auto copy_next = [&] {
+        if (unit_to_copy < end) {
+#pragma unroll
+            for (int v = 0; v < BITS; v++)
+                copy_async(slots + (stage_to_copy * BITS + v) * kThreads, source + v * kLanes);
+            source += BITS * kLanes;
+            const int k = unit_to_copy * kTile;
+            if (k + 8 * piece < a.k) {
+#pragma unroll
+                for (int r = 0; r < kCopies; r++)
+                    copy_async(token_slots + (stage_to_copy * 8 * TOKENS + r * (kThreads / kPieces)) * kTokenRow,
+                               rows[r] + k);
+            }
+        }
+        copy_commit(); // an empty group at the end keeps the count of groups
+        unit_to_copy++;
+        stage_to_copy = stage_to_copy + 1 == kStages ? 0 : stage_to_copy + 1;
+    };
+
+    const int group_steps = a.group / kStep, groups = (a.k + a.group - 1) / a.group;
+    int group = first * kTile / a.group, steps_left = (group + 1) * group_steps - first * kSteps;
+    GridWords<BITS> grid = load_grid<BITS>(a, group < groups ? group : groups - 1, tile, c);
+    Weights<T, BITS> weights;
+    auto open_group = [&] {
+        weights.open(grid);
+        if (++group < groups) grid = load_grid<BITS>(a, group, tile, c); // for the next time
+    };
+
+    float total[4][TOKENS][4] = {};
+#pragma unroll
+    for (int s = 0; s < kStages - 1; s++) copy_next();
+    if (first < end) open_group();
+    for (int unit = first; unit < end; unit++) {
+        copy_wait<kStages - 2>();
+        block_barrier(); // everybody's part of this unit is there, and nobody reads the stage that comes next
+        copy_next();
+        uint32_t word[4 * BITS];
+#pragma unroll
+        for (int v = 0; v < BITS; v++) {
+            const uint4 vector = load_shared(slots + (stage * BITS + v) * kThreads);
+            word[4 * v] = vector.x, word[4 * v + 1] = vector.y, word[4 * v + 2] = vector.z, word[4 * v + 3] = vector.w;
+        }
+        const unsigned char *const tokens_here = token_ring + (stage * 8 * TOKENS + c) * kTokenRow + 8 * t;
+#pragma unroll
+        for (int j = 0; j < kSteps; j++) {
+            if (j >= kSteps / 2 && unit * kTile + kStep * j >= a.k) break; // half a unit, the last one
+            if (steps_left == 0) {
+                open_group();
+                steps_left = group_steps;
+            }
+            steps_left--;
+            uint32_t w[4][4];
+            weights.make(word + j * BITS, w);
+#pragma unroll
+            for (int m = 0; m < TOKENS; m++) {
+                const uint2 x =
+                    load_shared(reinterpret_cast<const uint2 *>(tokens_here + 8 * m * kTokenRow + 2 * kStep * j));
+                const uint32_t tokens[2] = {x.x, x.y};
+#pragma unroll
+                for (int i = 0; i < 4; i++) multiply_add<T>(total[i][m], w[i], tokens);
+            }
+        }
+        stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+
+    copy_wait<0>();
+    block_barrier(); // the ring becomes the place of the sums
+    float *const sums = reinterpret_cast<float *>(ring);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int m = 0; m < TOKENS; m++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                store_shared(sums + sum_place<8 * TOKENS, kLargeMColumns>(0, 8 * m + 2 * t + (e & 1),
+                                                                        kTile * warp + 16 * i + 8 * (e >> 1) + c),
+                             total[i][m][e]);
+    block_barrier();
+    store_tile<T, 1, 8 * TOKENS, kLargeMColumns, kThreads>(sums, a);
+}

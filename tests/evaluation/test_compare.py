@@ -1,0 +1,92 @@
+"""Scores of real forward passes against sums computed another way."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from gptqkit.errors import NonFiniteError, ShapeError
+from gptqkit.evaluation.compare import kl_divergence, score, top1_agreement
+from gptqkit.evaluation.perplexity import CHUNK
+
+TOKENS = torch.randint(0, 30, (75,), generator=torch.Generator().manual_seed(2))
+SIZE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
+
+
+def tiny(seed):
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**SIZE, initializer_range=0.4)).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_perplexity_is_that_of_transformers_own_loss(batch_size):
+    model, steps = tiny(0), []
+    scores = score(model, TOKENS, sequence_length=16, batch_size=batch_size, progress=steps.append)
+    # the model's own mean over the 15 predicted tokens of each whole window
+    losses = [float(model(ids[None], labels=ids[None]).loss) for ids in TOKENS[:64].split(16)]
+    assert scores.perplexity == pytest.approx(math.exp(sum(losses) / 4), rel=1e-5)
+    assert (scores.tokens, scores.windows, scores.stride) == (60, 4, None)
+    assert scores.kl_divergence is scores.top1_agreement is scores.reference_perplexity is None
+    assert [step.done for step in steps] == [*range(batch_size, 4, batch_size), 4]
+    assert {(step.stage, step.total) for step in steps} == {("evaluate", 4)}
+    assert json.loads(json.dumps(scores.to_dict()))["sequence_length"] == 16
+
+
+def test_stride_of_one_gives_every_token_all_the_context_there_is():
+    model, total = tiny(0), 0.0
+    scores = score(model, TOKENS, sequence_length=16, stride=1)
+    for place in range(1, 75):
+        before = TOKENS[max(0, place - 15) : place]
+        total -= float(model(before[None]).logits[0, -1].log_softmax(-1)[TOKENS[place]])
+    assert scores.tokens == 74
+    assert scores.perplexity == pytest.approx(math.exp(total / 74), rel=1e-5)
+
+
+def test_divergence_from_a_reference():
+    model, other = tiny(0), tiny(1)
+    scores = score(model, TOKENS, reference=other, sequence_length=16)
+    divergence, agreed = 0.0, 0
+    for ids in TOKENS[:64].split(16):
+        p, q = (each(ids[None]).logits[0, :-1].double().softmax(-1) for each in (other, model))
+        divergence += float((p * (p / q).log()).sum())
+        agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
+    assert scores.kl_divergence == pytest.approx(divergence / 60, rel=1e-5)
+    assert scores.top1_agreement == agreed / 60
+    assert scores.perplexity == score(model, TOKENS, sequence_length=16).perplexity
+    assert scores.reference_perplexity == score(other, TOKENS, sequence_length=16).perplexity
+    same = score(model, TOKENS, reference=model, sequence_length=16)
+    assert (same.top1_agreement, same.kl_divergence) == (1, 0)
+
+
+def test_losses_that_are_not_finite_stop_the_evaluation():
+    class Broken:
+        device = torch.device("cpu")
+
+        def __call__(self, input_ids, use_cache):
+            assert not use_cache
+            return SimpleNamespace(logits=torch.full((*input_ids.shape, 30), torch.nan))
+
+    with pytest.raises(NonFiniteError, match="the model's loss in window 0 is nan"):
+        score(Broken(), TOKENS, sequence_length=16)
+
+
+def softmax(row):
+    values = [math.exp(value) for value in row]
+    return [value / sum(values) for value in values]
+
+
+def test_every_position_of_a_long_window_is_compared():
+    reference, logits = torch.randn(2, CHUNK + 2, 9, generator=torch.Generator().manual_seed(0))
+    found, agreed = kl_divergence(reference, logits), top1_agreement(reference, logits)
+    assert found.shape == agreed.shape == (CHUNK + 2,)
+    for place in (0, CHUNK - 1, CHUNK, CHUNK + 1):
+        p, q = softmax(reference[place].tolist()), softmax(logits[place].tolist())
+        expected = sum(a * (math.log(a) - math.log(b)) for a, b in zip(p, q, strict=True))
+        assert found[place].item() == pytest.approx(expected, rel=1e-4)
+        assert agreed[place] == (p.index(max(p)) == q.index(max(q)))
+    for compare in (kl_divergence, top1_agreement):
+        with pytest.raises(ShapeError, match="share a vocabulary"):
+            compare(torch.zeros(2, 5), torch.zeros(2, 6))

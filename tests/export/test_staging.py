@@ -1,0 +1,99 @@
+"""A directory appears complete or not at all, and never in the place of something precious."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from gptqkit.errors import OutputExistsError
+from gptqkit.export.staging import check_target, staged
+
+
+def write(out, error=None, **options):
+    with staged(out, **options) as directory:
+        (directory / "inner").mkdir()
+        (directory / "inner" / "file").touch()
+        (directory / "quantize_config.json").write_text("{}")
+        if error is not None:
+            raise error
+
+
+def test_it_appears_synced_with_usual_permissions(tmp_path, monkeypatch):
+    out, synced, sync = tmp_path / "new" / "out", set(), os.fsync
+
+    def record(descriptor):
+        assert not out.exists() or os.fstat(descriptor).st_ino == out.parent.stat().st_ino  # what it holds came before
+        synced.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    write(out)
+    everything = [out.parent, *out.parent.rglob("*")]
+    assert len(everything) == 5
+    assert synced >= {path.stat().st_ino for path in everything}
+    mask = os.umask(0)
+    os.umask(mask)
+    assert (out.stat().st_mode & 0o777) == (0o777 & ~mask)
+
+
+def test_an_existing_model_is_replaced_only_where_asked(tmp_path):
+    out, link = tmp_path / "out", tmp_path / "link"
+    write(out)
+    (out / "mark").touch()
+    link.symlink_to(out)
+    with pytest.raises(OutputExistsError, match="exists already"):
+        write(out)
+    assert (out / "mark").exists()
+    write(link, overwrite=True)  # what it points to
+    assert not (out / "mark").exists()
+    assert link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out"]
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "config.json"])  # a float model may be the only copy
+def test_what_is_no_quantized_model_is_never_overwritten(tmp_path, name):
+    (tmp_path / "precious").mkdir()
+    check_target(tmp_path / "precious", overwrite=True)  # it is empty
+    (tmp_path / "precious" / name).write_text('{"model_type": "llama"}')
+    for target in (tmp_path / "precious", tmp_path / "precious" / name):
+        with pytest.raises(OutputExistsError, match="something else than a quantized model"):
+            write(target, overwrite=True)
+    assert [path.name for path in (tmp_path / "precious").iterdir()] == [name]
+
+
+@pytest.mark.parametrize("existing", [True, False])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "disk full"), ValueError("bug"), None])
+def test_a_failure_leaves_nothing_and_keeps_the_old(tmp_path, monkeypatch, error, existing):
+    if existing:
+        write(tmp_path / "out")
+        (tmp_path / "out" / "mark").touch()
+    rename = Path.rename
+
+    def refuse_new(self, target):
+        if error is None and not (self / "mark").exists():
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse_new)
+    with pytest.raises(type(error or OSError())):
+        write(tmp_path / "out", error, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == (["out"] if existing else [])
+    assert (tmp_path / "out" / "mark").exists() == existing
+
+
+def test_a_full_disk_is_an_os_error(material, tmp_path):
+    resource = pytest.importorskip("resource")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file is no directory"):
+        check_target(tmp_path / "file" / "out", overwrite=False)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"could not be written|File too large"):
+            material().write(tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,164 @@
+"""What only the C interface shows, on the emulator: layouts, distances of 64 bits, refusals, what accesses cost.
+
+test_planted_bugs.py shows that the emulator finds what is wrong.
+"""
+
+import itertools
+import mmap
+import re
+
+import pytest
+import torch
+
+from gptqkit.errors import BackendError
+from gptqkit.kernels.cuda import pack_codes, pack_grid, pack_zeros
+from support import kernel_cases
+from support.kernel_cases import make_weight, random
+
+BITS = (2, 3, 4, 8)
+NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which mmap has no name for before Python 3.13
+
+
+def places(bits, i, r):
+    """Word and bit of every bit of pair (i, r)'s first code: the table at the top of layout.cuh."""
+    if bits == 2:
+        word, first = i // 2, 4 * (i % 2) + (0, 2, 8, 10)[r]
+    elif bits == 3 and i < 3:
+        word, first = i, (0, 3, 6, 9)[r]
+    elif bits == 3 and r < 3:
+        word, first = (0, 2, 1)[r], 12
+    elif bits == 3:
+        return [(bit, 15) for bit in range(3)]
+    else:
+        word, first = (i, 4 * r) if bits == 4 else (2 * i + r % 2, 8 * (r // 2))
+    return [(word, first + bit) for bit in range(bits)]
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (33, 96)])
+def test_weights_are_packed_as_the_sources_describe(bits, n, k):
+    """One bit at a time."""
+    weight = make_weight(bits, n, k, least_zero=1)
+    codes, zeros = weight.codes, weight.zero_point()
+    zeros[0], zeros[1] = 0, 2**bits
+    words, padded = pack_codes(codes, bits).tolist(), torch.nn.functional.pad(codes, (0, 64, 0, 64)).tolist()
+    for tile, unit, lane, j, i, r, half in itertools.product(
+        range(-(-n // 64)), range(-(-k // 64)), range(32), *[range(4)] * 3, range(2)
+    ):
+        c, t = divmod(lane, 4)
+        code = padded[64 * tile + 16 * i + 8 * (r & 1) + c][64 * unit + 16 * j + 4 * t + 2 * (r >> 1) + half]
+        for bit, (word, place) in enumerate(places(bits, i, r)):
+            vector, element = divmod(bits * j + word, 4)
+            assert words[tile][unit][vector][lane][element] >> place + 16 * half & 1 == code >> bit & 1
+    grid, packed = pack_grid(zeros).tolist(), pack_zeros(zeros, bits)
+    if bits < 4:  # the first of two in the low nibble
+        packed = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+    assert packed.tolist() == grid
+    for group, column in itertools.product(range(zeros.shape[1]), range(-(-n // 64) * 64)):
+        inside = column % 64
+        place = column - inside + 8 * (inside % 8) + 2 * (inside // 16) + inside // 8 % 2
+        assert grid[group][place] == (zeros[column, group] if column < n else 0)
+
+
+def test_cases_of_the_sanitizers_and_planted_bugs_are_right(emulation):
+    emulation.count_traffic(True)
+    assert all(kernel_cases.find_fault(emulation, bits, torch.float16) is None for bits in (3, 4))
+    emulation.count_traffic(False)
+
+
+@pytest.fixture
+def call(emulation):
+    """Calls a function of the library for a layer, some of its arguments changed; returns y or the dense weight."""
+    layer = emulation.linear(make_weight(rows=160), None, torch.float16)
+
+    def call(name, m=3, **changes):
+        x, result = random(m, 96).half(), torch.full((m if name == "gemm" else 160, 96 + 64), torch.nan).half()
+        first = {"bits": 4, "dtype": 0}
+        tensors = {"weight": layer.weight, "scale": layer.scale, "zero": layer.zero}
+        if name == "gemm":
+            operands = first | {"x": x, "ldx": 96} | tensors | {"bias": None, "y": result, "workspace": None}
+            operands |= {"locks": None, "m": m, "n": 160, "k": 96, "group": 32, "split": 1}
+        else:
+            operands = first | tensors | {"dense": result, "first": 0, "count": 160, "n": 160, "k": 96, "group": 32}
+        operands = [each.data_ptr() if hasattr(each, "data_ptr") else each for each in (operands | changes).values()]
+        emulation.library.run(f"gptqkit_{name}", *operands, None)
+        return (
+            result.flatten()[: m * 160].view(m, 160) if name == "gemm" else result.flatten()[: 160 * 96].view(160, 96)
+        )
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("names", "change", "words"),
+    [
+        (("gemm", "dequantize"), {"bits": 5}, "bits is none of 2, 3, 4 and 8 (code -1)"),
+        (("gemm", "dequantize"), {"dtype": 2}, "(code -2)"),
+        (("gemm", "dequantize"), {"k": 72}, "(code -3)"),
+        (("gemm", "dequantize"), {"n": -1}, "(code -3)"),
+        (("gemm", "dequantize"), {"group": 24}, "(code -4)"),
+        (("gemm", "dequantize"), {"group": 0}, "(code -4)"),
+        (("gemm",), {"split": 65}, "(code -5)"),
+        (("gemm",), {"split": 0}, "(code -5)"),
+        (("gemm",), {"split": 2}, "above 1 without workspace and locks (code -5)"),
+        (("gemm",), {"ldx": 100}, "(code -6)"),
+        (("gemm",), {"x": torch.zeros(400).half()[1:]}, "a tensor is not aligned as api.h asks (code -6)"),
+        (("dequantize",), {"first": 1}, "(code -3)"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused(call, names, change, words):
+    for name in names:
+        with pytest.raises(BackendError, match=re.escape(words)):
+            call(name, **change)
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 64), (64, 64), (10, 100), (63, 2), (159, 1), (5, 0)])
+def test_some_rows_of_the_dequantized_weight(call, first, count):
+    whole, some = call("dequantize"), call("dequantize", first=first, count=count)
+    assert torch.equal(whole, make_weight(rows=160).dequantize(torch.float16))
+    assert torch.equal(some[:count], whole[first : first + count])
+    assert some[count:].isnan().all()
+
+
+@pytest.mark.parametrize("m", [1, 3, 17])
+def test_rows_may_lie_apart_also_by_more_than_two_to_the_31_elements(call, m):
+    x, expected = random(m, 96).half(), call("gemm", m)
+    stride = 2**31 // (m - 1) // 8 * 8 + 8 if m > 1 else 97
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE  # only the pages that are touched take memory
+    memory = mmap.mmap(-1, 2 * (stride * (m - 1) + 96), flags=flags)
+    apart = torch.frombuffer(memory, dtype=torch.float16)
+    for row in range(m):
+        apart[row * stride : row * stride + 96] = x[row]
+    assert torch.equal(call("gemm", m, x=apart, ldx=stride), expected)
+
+
+def excesses(emulation, run):
+    """The worst spent / least of each kind of access while `run` runs: file, function, bytes of a lane."""
+    emulation.count_traffic(True)
+    run()
+    emulation.count_traffic(False)
+    worst = {}
+    for each in emulation.traffic():
+        kind = (each.file, each.function, each.bytes)
+        worst[kind] = max(worst.get(kind, 0), each.spent / each.least)
+    return worst
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_accesses_have_no_bank_conflicts_and_fill_whole_sectors(emulation, bits, dtype):
+    layer = emulation.linear(make_weight(bits, 320, 384, 64), torch.zeros(320), dtype)
+    tensors, sizes = (layer.weight, layer.scale, layer.zero), (bits, 64, 320)
+    dense = excesses(emulation, lambda: torch.ops.gptqkit.dequantize(*tensors, *sizes, 384, dtype))
+    assert set(dense.values()) == {1}
+    for rows in (3, 16, 30, 70):
+        x = random(rows, 384).to(dtype)
+        traffic = excesses(emulation, lambda x=x: torch.ops.gptqkit.linear(x, *tensors, layer.bias, *sizes, 2))
+        assert traffic.pop(("gemm.cuh", "store_global", 4)) == 8  # a lock, once per tile
+        assert set(traffic.values()) == {1}
+        kernel = "gemm_small_m.cuh" if rows <= 16 else "gemm_large_m.cuh"
+        for_each = {(kernel, name, size) for name, size in (("copy_async_from", 16), ("load_shared", 16))}  # weights
+        assert for_each <= set(traffic)
+        assert {("gemm.cuh", name) for name in ("store_for_blocks", "load_from_blocks", "store_global")} <= {
+            kind[:2] for kind in traffic
+        }

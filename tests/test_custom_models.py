@@ -1,0 +1,213 @@
+"""Models that are not transformers' own, whose blocks do what the pipeline may not know of."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.mistral.modeling_mistral import MistralMLP
+
+import gptqkit
+from gptqkit.errors import ArchitectureError, CheckpointError, DoesNotFitError
+from gptqkit.kernels.linear import TorchLinear
+from support.models import GROUPED, build, samples, save
+from support.pipeline import assert_close, outputs, quantize, share_that_differs, weights
+
+SKIP = gptqkit.ModuleOverride(skip=True)
+
+
+class CustomConfig(transformers.MistralConfig):
+    model_type = "custom"
+
+
+class CustomForCausalLM(transformers.MistralForCausalLM):
+    """A model that is not transformers' own; `config.change` says what is different in its blocks."""
+
+    config_class = CustomConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for block in self.model.layers:
+            block.mlp = CHANGES[config.change](config)
+
+
+class WithSpare(MistralMLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.spare = nn.Linear(64, 64)
+
+
+class Doubling(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class OfSameForward(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class WithOwnLinears(MistralMLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.up_proj = Doubling(64, 96, bias=False)
+        self.down_proj = OfSameForward(96, 64, bias=False)
+
+
+class LooksAtClasses(MistralMLP):
+    def forward(self, x):
+        inner = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(inner if isinstance(self.gate_proj, nn.Linear) else 2 * inner)
+
+
+class NeedsWeight(MistralMLP):
+    def forward(self, x):
+        return super().forward(x) * self.up_proj.weight.mean()
+
+
+class NeedsMemory(MistralMLP):
+    def forward(self, x):
+        if len(x) > self.config.largest:
+            raise torch.OutOfMemoryError("too much")
+        return super().forward(x)
+
+
+class ListOfExperts(nn.Module):
+    def __init__(self, _):
+        super().__init__()
+        self.gate = nn.Linear(64, 4)
+        self.experts = nn.ModuleList(
+            nn.ModuleDict({"w1": nn.Linear(64, 96), "w2": nn.Linear(96, 64)}) for _ in range(4)
+        )
+
+    def forward(self, hidden_states):
+        flat = hidden_states.flatten(0, 1)
+        chosen = self.gate(flat).argmax(-1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            tokens = (chosen == number).nonzero()[:, 0]
+            if len(tokens):
+                out[tokens] = expert["w2"](expert["w1"](flat[tokens]).relu())
+        return out.view_as(hidden_states)
+
+
+CHANGES = {
+    each.__name__: each for each in (WithSpare, WithOwnLinears, LooksAtClasses, NeedsWeight, NeedsMemory, ListOfExperts)
+}
+transformers.AutoConfig.register("custom", CustomConfig)
+transformers.AutoModelForCausalLM.register(CustomConfig, CustomForCausalLM)
+
+
+def custom(change, **settings):
+    torch.manual_seed(0)
+    model = CustomForCausalLM(CustomConfig(**GROUPED, change=change.__name__, **settings)).eval()
+    for module in model.model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(std=0.1)
+    return model
+
+
+def assert_loaded_as(model, path):
+    """What is loaded computes what the model computes with the dequantized weights."""
+    loaded, _ = gptqkit.load(path, device="cpu", backend="torch")
+    for name, weight in weights(path).items():
+        model.get_submodule(name).weight.data = weight.dequantize()
+    assert_close(outputs(loaded), outputs(model))
+
+
+def test_experts_in_a_list_of_modules(tmp_path):
+    """Their inputs have no pairs in the float model, so that gptaq falls back to gptq; few tokens may reach one."""
+    model = custom(ListOfExperts)
+    modules = {each.name: each for each in quantize(model, tmp_path / "out", method="gptaq").report.modules}
+    assert not any(name.endswith("mlp.gate") for name in modules)
+    experts = [f"model.layers.0.mlp.experts.{number}.w1" for number in range(4)]
+    assert {each.method for name, each in modules.items() if "experts" in name} == {"gptq"}
+    assert modules["model.layers.0.self_attn.q_proj"].method == "gptaq"
+    assert sum(modules[name].tokens for name in experts) == 6 * 24
+    assert_loaded_as(model, tmp_path / "out")
+    with pytest.raises(ArchitectureError, match=r"experts.0.w1, block 0 receives \d+ rows .* padding .* whole samples"):
+        quantize(custom(ListOfExperts), tmp_path / "padded", samples(padded=True))
+
+
+def test_modules_that_are_never_called_are_named(tmp_path):
+    with pytest.raises(ArchitectureError, match=r"model.layers.0.mlp.spare: not called.*override"):
+        quantize(custom(WithSpare), tmp_path / "out")
+    assert len(quantize(custom(WithSpare), tmp_path / "out", overrides={"spare": SKIP}).report.modules) == 14
+
+
+def test_linears_with_a_forward_pass_of_their_own_stay_in_floating_point_and_are_reported(tmp_path):
+    model = custom(WithOwnLinears)
+    report = quantize(model, tmp_path / "out").report
+    assert report.left_in_float == [f"model.layers.{layer}.mlp.up_proj" for layer in range(2)]
+    assert len(report.modules) == 12
+    assert_loaded_as(model, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (LooksAtClasses, r"block 0 computes something else .* first in mlp\.down_proj; leave what is at fault"),
+        (NeedsWeight, r"block 0 cannot run on its quantized layers \(AttributeError: .*weight"),
+    ],
+)
+def test_a_block_that_does_not_run_as_it_was_written_does_not_count(change, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        quantize(custom(change), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_kernel_that_computes_something_else_is_found_before_the_block_counts(tmp_path, monkeypatch):
+    original = TorchLinear.dequantize
+
+    def wrong(self, dtype):
+        weight = original(self, dtype)
+        return weight.flip(0) if weight.shape == (96, 64) else weight
+
+    monkeypatch.setattr(TorchLinear, "dequantize", wrong)
+    with pytest.raises(CheckpointError, match=r"block 0 computes something else .* first in mlp\.gate_proj;"):
+        quantize(build("llama"), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_out_of_memory_halves_the_batch(tmp_path):
+    report = quantize(custom(NeedsMemory, largest=2), tmp_path / "halved", run={"batch_size": 5}).report
+    assert report.batch_size == 2
+    quantize(custom(NeedsMemory, largest=2), tmp_path / "out", run={"batch_size": 2})
+    expected, found = weights(tmp_path / "out"), weights(tmp_path / "halved")
+    assert max(share_that_differs(expected[name], found[name]) for name in expected) < 0.02
+    with pytest.raises(
+        DoesNotFitError, match=r"out of memory with one sample per batch \(too much\); use --activations"
+    ):
+        quantize(custom(NeedsMemory, largest=0), tmp_path / "none")
+
+
+def test_code_of_a_model_runs_only_where_it_is_trusted_and_never_from_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(tmp_path / "cache"))
+    model = tmp_path / "model"
+    save(build("mistral"), model)
+    (model / "code.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\n"
+        "import transformers\n"
+        "class Config(transformers.MistralConfig):\n    model_type = 'own'\n"
+        "class Model(transformers.MistralForCausalLM):\n    config_class = Config\n"
+    )
+    config = json.loads((model / "config.json").read_text())
+    own = {"model_type": "own", "architectures": ["Model"]}
+    places = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (model / "config.json").write_text(json.dumps({**config, **own, "auto_map": places}))
+    with pytest.raises(ArchitectureError):
+        quantize(model, tmp_path / "out")
+    assert not (tmp_path / "ran").exists()
+    quantize(model, tmp_path / "out", run={"trust_remote_code": True})
+    assert (tmp_path / "ran").exists()
+    assert (tmp_path / "out" / "code.py").exists()
+    (tmp_path / "ran").unlink()
+    with pytest.raises(ArchitectureError):
+        gptqkit.load(tmp_path / "out", device="cpu")
+    stored = json.loads((tmp_path / "out" / "config.json").read_text())
+    known = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    (tmp_path / "out" / "config.json").write_text(json.dumps({**stored, **known, "auto_map": places}))
+    gptqkit.load(tmp_path / "out", device="cpu")
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,261 @@
+"""The pipeline against slow references: whole forward passes with hooks, and sums over tokens in float64."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import gptqkit
+from gptqkit import pipeline
+from gptqkit.calibration.samples import Samples
+from gptqkit.errors import (
+    ArchitectureError,
+    CalibrationError,
+    ConfigError,
+    DatasetUnavailableError,
+    NonFiniteError,
+    OutputExistsError,
+)
+from support.models import build, samples, save
+from support.pipeline import float_matrix, outputs, quantize, share_that_differs, weights
+from support.solvers import solve_gptaq, solve_gptq, solve_rtn
+
+SKIP = gptqkit.ModuleOverride(skip=True)
+
+
+def inputs_of(model, name, tokens):
+    """What one module receives in a plain forward pass, (tokens, in), padding removed."""
+    seen = []
+    hook = model.get_submodule(name).register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    outputs(model, tokens)
+    hook.remove()
+    x = seen[0].flatten(0, -2).double()
+    return x if tokens.attention_mask is None else x[tokens.attention_mask.flatten()]
+
+
+def solve(weight, hessian, cross, config):
+    """The solver on moments that were summed in float64."""
+    if config.method == "gptaq":
+        return solve_gptaq(weight, hessian.float(), cross.float(), config).weight
+    return solve_gptq(weight, hessian.float(), config).weight
+
+
+SUBSETS = [
+    ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    ["self_attn.o_proj"],
+    ["mlp.gate_proj", "mlp.up_proj"],
+    ["mlp.down_proj"],
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "true_sequential", "padded"),
+    [("gptq", True, True), ("gptq", False, False), ("gptaq", True, False), ("gptaq", False, True)],
+)
+def test_each_module_is_solved_on_the_inputs_of_the_quantized_model(method, true_sequential, padded, tmp_path):
+    tokens, model, quantized = samples(padded=padded), *(build("llama", tie_word_embeddings=False) for _ in range(2))
+    config = gptqkit.QuantizeConfig(group_size=32, sym=False, method=method)
+    overrides = {r"layers\.1.*k_proj": SKIP, r"layers\.1.*q_proj": gptqkit.ModuleOverride(bits=3, group_size=-1)}
+    chosen = {"method": method, "true_sequential": true_sequential, "overrides": overrides, "lm_head": True}
+    reports = {each.name: each for each in quantize(model, tmp_path / "out", tokens, **chosen).report.modules}
+    solved = weights(tmp_path / "out")
+    stages = [[f"model.layers.{layer}.{name}" for name in names] for layer in range(2) for names in SUBSETS]
+    if not true_sequential:
+        stages = [[name for names in of_block for name in names] for of_block in (stages[:4], stages[4:])]
+    stages = [[name for name in stage if name != "model.layers.1.self_attn.k_proj"] for stage in [*stages, ["lm_head"]]]
+    assert list(reports) == [name for stage in stages for name in stage]
+    for stage in stages:
+        x = {name: inputs_of(quantized, name, tokens) for name in stage}
+        for name in stage:
+            weight, found = model.get_submodule(name).weight.detach(), solved[name]
+            hessian = x[name].T @ x[name] / len(x[name])
+            cross = (inputs_of(model, name, tokens) - x[name]).T @ x[name] / len(x[name])
+            own = config
+            if name == "model.layers.1.self_attn.q_proj":
+                own = gptqkit.QuantizeConfig(bits=3, group_size=-1, sym=False, method=method)
+            assert share_that_differs(solve(weight, hessian, cross, own), found) < 0.01
+            rounded = solve_rtn(weight, own.plain_rounding()).weight
+            for each, reported in ((found, reports[name].error), (rounded, reports[name].rounding_error)):
+                lost = x[name] @ (weight - each.dequantize()).T.double()
+                assert reported == pytest.approx(float(lost.norm() / (x[name] @ weight.T.double()).norm()), rel=1e-3)
+            assert reports[name].tokens == len(x[name])
+        for name in stage:
+            quantized.get_submodule(name).weight.data = solved[name].dequantize()
+
+
+@pytest.mark.parametrize(("name", "method", "padded"), [("mixtral", "gptq", True), ("gpt_oss", "gptaq", False)])
+def test_every_expert_is_solved_on_the_tokens_routed_to_it(name, method, padded, tmp_path):
+    """A loop over tokens in the model whose attention is quantized already; few are filled up with what all receive."""
+    tokens, config = samples(padded=padded), gptqkit.QuantizeConfig(group_size=32, sym=False, method=method)
+    source = save(build(name), tmp_path / "model")
+    result = quantize(tmp_path / "model", tmp_path / "out", tokens, method=method)
+    reports, solved = {each.name: each for each in result.report.modules}, weights(tmp_path / "out")
+    quantized, original = build(name), build(name)
+    for part in "qkvo":
+        attention = f"model.layers.0.self_attn.{part}_proj"
+        quantized.get_submodule(attention).weight.data = solved[attention].dequantize()
+    seen = {}
+    for key, model in (("x", quantized), ("float", original)):
+        hook = model.model.layers[0].mlp.experts.register_forward_pre_hook(
+            lambda _, given, key=key: seen.setdefault(key, given)
+        )
+        outputs(model, tokens)
+        hook.remove()
+    x, chosen, _ = seen["x"]
+    counts = torch.ones(len(x), dtype=torch.bool) if not padded else tokens.attention_mask.flatten()
+    rows = [[token for token in range(len(x)) if counts[token] and number in chosen[token]] for number in range(4)]
+    stored = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if name == "mixtral" else {}
+    path = "model.layers.0." + ("block_sparse_moe.experts" if stored else "mlp.experts")
+
+    def intermediate(inputs, number, weight_of):
+        experts, halves = original.model.layers[0].mlp.experts, []
+        for part in ("gate_proj", "up_proj"):
+            halves.append(inputs @ weight_of(f"{path}.{number}.{stored.get(part, part)}").T)
+            if experts.has_bias:
+                halves[-1] += experts.gate_up_proj_bias[number][slice(part == "up_proj", None, 2)].detach()
+        return experts._apply_gate(torch.stack(halves, -1).flatten(-2) if experts.has_bias else torch.cat(halves, -1))
+
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        inputs, floats = ([each[chosen] for chosen in rows] for each in (x, seen["float"][0]))
+        if part == "down_proj":
+            inputs = [intermediate(each, n, lambda key: solved[key].dequantize()) for n, each in enumerate(inputs)]
+            floats = [intermediate(each, n, lambda key: float_matrix(key, source)) for n, each in enumerate(floats)]
+        inputs, floats = ([each.double() for each in stream] for stream in (inputs, floats))
+        pool, pool_floats = torch.cat(inputs), torch.cat(floats)
+        for number, (own, own_floats) in enumerate(zip(inputs, floats, strict=True)):
+            key = f"{path}.{number}.{stored.get(part, part)}"
+            report, weight = reports[f"model.layers.0.mlp.experts.{number}.{part}"], float_matrix(key, source)
+            missing = max(0, weight.shape[1] - len(own))
+            assert (report.tokens, report.prior_tokens, report.method) == (len(own), missing, method)
+            hessian, cross = (
+                (left.T @ own + missing * (whole.T @ pool) / len(pool)) / (len(own) + missing)
+                for left, whole in ((own, pool), (own_floats - own, pool_floats - pool))
+            )
+            assert share_that_differs(solve(weight, hessian, cross, config), solved[key]) < 0.01
+    assert any(report.prior_tokens for report in reports.values())
+
+
+@pytest.mark.parametrize(("method", "true_sequential"), [("gptaq", True), ("gptq", False)])
+def test_statistics_beyond_the_budget_take_several_passes(method, true_sequential, tmp_path, monkeypatch):
+    settings = {"method": method, "true_sequential": true_sequential}
+    one = quantize(build("qwen3_moe"), tmp_path / "one", **settings).report.modules
+    monkeypatch.setattr(pipeline, "STATISTICS_BYTES", 1 if method == "gptq" else 64 * 64 * 16)
+    several = quantize(build("qwen3_moe"), tmp_path / "several", **settings).report.modules
+    for first, second in zip(one, several, strict=True):
+        assert (first.name, first.tokens, first.prior_tokens) == (second.name, second.tokens, second.prior_tokens)
+    expected, found = weights(tmp_path / "one"), weights(tmp_path / "several")
+    assert max(share_that_differs(expected[name], found[name]) for name in expected) < 0.01
+
+
+def test_places_of_hidden_states_repetitions_and_folders_give_the_same_files(tmp_path):
+    """A loaded model goes through a folder, in whatever mode it is, and stays as it was; a bfloat16 one, too."""
+    model = build("llama").bfloat16().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save(model, tmp_path / "model")
+    steps = []
+    for place in ("device", "memory", "disk"):
+        source = model if place == "disk" else tmp_path / "model"
+        quantize(source, tmp_path / place, method="gptaq", run={"activations": place}, progress=steps.append)
+    files = [(tmp_path / place / "model.safetensors").read_bytes() for place in ("device", "memory", "disk")]
+    assert files[0] == files[1] == files[2]
+    assert model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    quantize(model.float(), tmp_path / "float32", method="gptaq")  # on a CPU everything is computed in float32
+    expected, found = weights(tmp_path / "float32"), weights(tmp_path / "disk")
+    assert all(torch.equal(found[name].codes, expected[name].codes) for name in expected)
+    assert [step.done for step in steps] == [*range(1, 15)] * 3
+    assert {(step.stage, step.total, step.error < step.rounding_error) for step in steps} == {("quantize", 14, True)}
+    assert len({step.module for step in steps}) == 14
+
+
+@pytest.mark.parametrize("method", ["gptq", "gptaq"])
+def test_batch_size_and_padding_do_not_matter(method, tmp_path):
+    """Samples padded to one length give the statistics of the same samples run one by one."""
+    settings = {"tokens": samples(padded=True), "method": method}
+    results = [quantize(build("qwen2"), tmp_path / str(n), run={"batch_size": n}, **settings) for n in (1, 4)]
+    one, four = (weights(result.path) for result in results)
+    for part in "qkv":  # later modules drift apart as single codes tip
+        name = f"model.layers.0.self_attn.{part}_proj"
+        assert share_that_differs(one[name], four[name]) < 0.01
+    assert {result.report.tokens for result in results} == {samples(padded=True).tokens}
+    for first, second in zip(*(result.report.modules for result in results), strict=True):
+        assert first.error == pytest.approx(second.error, rel=0.1)
+        assert first.rounding_error == pytest.approx(second.rounding_error, rel=0.01)
+
+
+def test_rounding_needs_no_calibration_and_reports_no_error(tmp_path):
+    save(build("gpt2"), tmp_path / "model")
+    config = gptqkit.QuantizeConfig(group_size=32, method="rtn")
+    run = gptqkit.Run(device="cpu")
+    report = gptqkit.quantize(tmp_path / "model", None, tmp_path / "without", config, run=run).report
+    assert all(module.error is module.tokens is None for module in report.modules)
+    found = weights(tmp_path / "without")
+    for name, weight in weights(quantize(tmp_path / "model", tmp_path / "with", method="rtn", sym=True).path).items():
+        assert torch.equal(weight.codes, found[name].codes)
+        rounded = solve_rtn(build("gpt2").get_submodule(name).weight.T, config).weight
+        assert torch.equal(rounded.codes, found[name].codes)
+
+
+@pytest.mark.parametrize("name", ["mistral", "mixtral"])
+def test_samples_with_non_finite_activations_stop_the_run_or_are_left_out(name, tmp_path):
+    model, ids = build(name), samples().input_ids.clamp(max=94)
+    model.get_input_embeddings().weight.data[95] = torch.nan
+    kept = Samples(ids[[0, 1, 2, 3, 5]].clone())
+    ids[4, 3] = 95
+    with pytest.raises(NonFiniteError, match=r"layers.0.self_attn.q_proj, block 0, calibration sample 4"):
+        quantize(model, tmp_path / "out", Samples(ids))
+    report = quantize(model, tmp_path / "out", Samples(ids), skip_nonfinite=True, method="gptaq").report
+    assert (report.excluded_samples, report.tokens) == (1, 5 * 24)
+    quantize(model, tmp_path / "without", kept, method="gptaq")
+    expected, found = weights(tmp_path / "without"), weights(tmp_path / "out")
+    assert max(share_that_differs(expected[each], found[each]) for each in expected) < 0.02
+
+
+def test_leaving_out_stops_where_no_sample_is_left(tmp_path):
+    model = build("mistral")
+    model.model.layers[1].input_layernorm.weight.data[0] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"none is left at the inputs of model.layers.1.self_attn.q_proj, block 1"):
+        quantize(model, tmp_path / "out", skip_nonfinite=True)
+
+
+IDS = samples().input_ids
+WITHOUT_BLOCKS = transformers.ResNetModel(transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1]))
+MISSPELT = {"lm_head": SKIP, "donw_proj": SKIP}
+REFUSED = [
+    (OutputExistsError, "there exists", {"out": "there"}),
+    (OutputExistsError, "something else than a quantized model", {"out": "llama", "run": {"overwrite": True}}),
+    (CalibrationError, "needs calibration text", {"source": None}),
+    (CalibrationError, "the model's vocabulary", {"source": IDS + 90}),
+    (ConfigError, "sequence_length is 65, but the model has 64 positions", {"length": 65}),
+    (DatasetUnavailableError, "nowhere.txt", {"evaluate_on": "nowhere.txt"}),
+    (ConfigError, "device is 'meta'", {"run": {"device": "meta"}}),
+    (NotADirectoryError, "short.txt", {"out": "short.txt/out"}),
+    (ArchitectureError, "model is a Linear", {"model": nn.Linear(32, 32)}),
+    (ArchitectureError, "ResNetModel has no list of repeated blocks with Linear modules", {"model": WITHOUT_BLOCKS}),
+    (ConfigError, r"'donw_proj' matches no Linear .* example model.layers.0.self_attn.q_proj", {"overrides": MISSPELT}),
+    (ArchitectureError, "the overrides leave no module", {"overrides": {"": SKIP}}),
+    (ConfigError, "lm_head shares its weight with the input embedding", {"lm_head": True}),
+    (ConfigError, "down_proj: 96 input features are not a multiple of group_size 64", {"group_size": 64}),
+    (ConfigError, r"gate_proj: \(80, 64\) is its shape", {"model": build("mistral", intermediate_size=80)}),
+    (ConfigError, r"experts.0.gate_proj: \(80, 64\)", {"model": build("mixtral", intermediate_size=80)}),
+]
+
+
+def attempt(progress, model="llama", source=IDS, length=24, out="out", run=None, evaluate_on=None, **settings):
+    calibration = None if source is None else gptqkit.Calibration(source, sequence_length=length)
+    config = gptqkit.QuantizeConfig(**{"group_size": 16, **settings})
+    where = gptqkit.Run(**{"device": "cpu", **(run or {})})
+    gptqkit.quantize(model, calibration, out, config, run=where, evaluate_on=evaluate_on, progress=progress)
+
+
+@pytest.mark.parametrize(("error", "message", "given"), REFUSED)
+def test_what_cannot_work_is_refused_before_any_work(error, message, given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "short.txt").write_text("Too short.")
+    save(build("llama"), tmp_path / "llama")
+    worked, before = [], sorted(tmp_path.rglob("*"))
+    with pytest.raises(error, match=message):
+        attempt(worked.append, **given)
+    assert not worked
+    assert sorted(tmp_path.rglob("*")) == before
