@@ -11,6 +11,8 @@ import pytest
 
 # Before anything imports huggingface_hub, which reads it once: a test that asks the Hub fails at once, and says so.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Before anything imports torch: with matrices this small, threads wait for each other longer than they work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "gptqkit"
