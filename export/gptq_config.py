@@ -27,11 +27,7 @@ _BLOCK = re.compile(r"(?P<prefix>(?:.*?\.)?)(?P<number>\d+)\.(?P<inner>.+)")
 
 
 def read_config(values: Mapping[str, Any], where: str) -> Declared:
-    """Return what a quantization config declares, whoever wrote it.
-
-    Args:
-        values: The parsed JSON object.
-        where: The file, for messages.
+    """Return what a quantization config declares, whoever wrote it; `where` is its file, for messages.
 
     Raises:
         CheckpointError: Missing keys, or values that cannot be.
@@ -48,9 +44,7 @@ def read_config(values: Mapping[str, Any], where: str) -> Declared:
         try:
             re.compile(pattern.removeprefix(FLOAT).removeprefix(CHANGED))
         except re.error as error:
-            raise CheckpointError(
-                f"{where}: dynamic has {pattern!r}, which is not a regular expression: {error}"
-            ) from error
+            raise CheckpointError(f"{where}: dynamic's {pattern!r} is not a regular expression: {error}") from error
         inside = f"dynamic[{pattern!r}] of the quantization config"
         _read_bits(rule.get("bits", 4), inside)
         _read_group_size(rule.get("group_size", -1), inside)
@@ -126,12 +120,9 @@ def _patterns(sign: str, names: Iterable[str], universe: Iterable[str]) -> list[
     chosen = _by_inner(names)
     patterns = []
     for (prefix, inner), numbers in chosen.items():
-        if numbers == {""}:
-            number = ""
-        elif numbers == blocks[prefix]:
-            number = r"\d+\."
-        else:
-            number = rf"(?:{'|'.join(sorted(numbers, key=int))})\."
+        number = ""
+        if numbers != {""}:
+            number = r"\d+\." if numbers == blocks[prefix] else rf"(?:{'|'.join(sorted(numbers, key=int))})\."
         stem, dot, last = inner.rpartition(".")
         lasts = [last]
         for fused, parts in FUSED.items():
@@ -161,6 +152,4 @@ def _read_bits(value: object, where: str) -> int:
 def _read_group_size(value: object, where: str) -> int | None:
     if type(value) is int and (value == -1 or value > 0):
         return None if value == -1 else value
-    raise CheckpointError(
-        f"{where}: group_size is {value!r}; a positive number, or -1 for one group per row, is needed"
-    )
+    raise CheckpointError(f"{where}: group_size is {value!r}; give a positive number, or -1 for one group per row")

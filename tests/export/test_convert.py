@@ -76,6 +76,18 @@ def test_files_of_other_programs_keep_their_configs_and_card(material, tmp_path,
     assert same(*(open_checkpoint(path).weight("model.layers.0.mlp.down_proj") for path in (source, tmp_path / "out")))
 
 
+def test_settings_of_another_version_of_gptqkit_are_kept(material, tmp_path):
+    source = material(format="gptq").write(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    settings = config["quantization_config"]["meta"]["gptqkit"]
+    settings |= {"colour": "red", "overrides": ["unlike ours"]}
+    (source / "config.json").write_text(json.dumps(config))
+    convert(source, tmp_path / "out", format="gptq_v2")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert written["meta"]["gptqkit"] == {**settings, "format": "gptq_v2"}
+    assert open_checkpoint(tmp_path / "out").declared.format == "gptq_v2"
+
+
 @pytest.mark.parametrize("damage", [{"perplexity": [{}]}, {"perplexity": 3}, {"modules": [3]}, {"config": 3}])
 def test_a_damaged_report_is_named(material, tmp_path, damage):
     source = material(format="gptq").write(tmp_path / "source")
