@@ -68,11 +68,9 @@ class Batches:
 
     def tensors(self, batch: range) -> dict[str, Tensor]:
         """Return what a model is called with: input_ids and, where there is padding, attention_mask."""
+        both = {"input_ids": self.samples.input_ids, "attention_mask": self.samples.attention_mask}
         rows = slice(batch.start, batch.stop)
-        tensors = {"input_ids": self.samples.input_ids[rows].to(self.device)}
-        if self.samples.attention_mask is not None:
-            tensors["attention_mask"] = self.samples.attention_mask[rows].to(self.device)
-        return tensors
+        return {name: tensor[rows].to(self.device) for name, tensor in both.items() if tensor is not None}
 
     @property
     def tokens(self) -> int:
@@ -87,7 +85,7 @@ class Batches:
         """Return the rows of what a module receives that count: no padding, no samples left out.
 
         Args:
-            batch: The batch.
+            batch: The samples.
             streams: What the module receives, (..., in); then perhaps the same in the float model.
             tokens: Which of the batch's tokens each row is, where that is known and not simply all of them in order.
             where: The module, for messages.
@@ -126,11 +124,7 @@ class Batches:
         return [stream[keep] for stream in flat]
 
     def settle(self, counts: Sequence[Tensor], where: str) -> None:
-        """Leave out what any process left out.
-
-        Args:
-            counts: `counts` of all processes.
-            where: The module at whose inputs it was found, for messages.
+        """Leave out what any process left out, by the `counts` of all, at the inputs of the module `where`.
 
         Raises:
             NonFiniteError: No sample is left.

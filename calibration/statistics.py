@@ -18,9 +18,9 @@ class InputStatistics:
     """Running sums over tokens of x xT and, for GPTAQ, of (x~ - x) xT.
 
     One instance serves all modules that receive the same tensor. H is symmetric, so only its upper triangle is summed,
-    slab by slab, and mirrored once at the end. Sums are float32; double precision was measured to cost 3 to 8 % of the
-    time and twice the memory, and to move the perplexity of the example model by no more than another order of the
-    sums does (README, Quality). Products of float16 or bfloat16 on a GPU are exact in float32, and run on tensor cores.
+    slab by slab, and mirrored once at the end. Sums are float32: double precision was measured to cost 3 to 8 % of the
+    time and twice the memory, and to move the perplexity of the example model no more than another order does.
+    Products of float16 or bfloat16 on a GPU are exact in float32, and run on tensor cores.
 
     Args:
         columns: Input features of the modules.

@@ -8,8 +8,8 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from gptqkit.calibration.config import Calibration
-from gptqkit.calibration.samples import Samples, load_documents, load_samples, load_text
-from gptqkit.errors import CalibrationError, ConfigError, ShapeError
+from gptqkit.calibration.samples import load_documents, load_samples, load_text
+from gptqkit.errors import CalibrationError, ConfigError
 
 
 def draw(source, tokenizer, samples, length, vocab_size=None, **options):
@@ -196,8 +196,6 @@ def test_documents_for_encoders_carry_special_tokens_and_are_cut(framed):
     assert torch.equal(torch.stack(load_documents(ready, None, sequence_length=4)), ready)
     with pytest.raises(ConfigError, match="sequence_length is 2, which leaves no room for text"):
         load_documents(["one ship"], framed, sequence_length=2)
-    with pytest.raises(ConfigError, match="limit of documents is 0"):
-        load_documents(["one ship"], framed, sequence_length=8, limit=0)
     with pytest.raises(CalibrationError, match="the list holds no token"):
         load_documents([" ", ""], framed, sequence_length=8)
 
@@ -215,13 +213,6 @@ def test_long_text_does_not_warn(tokenizer, caplog):
     assert caplog.records == []
 
 
-def test_samples_of_the_wrong_shape():
-    with pytest.raises(ShapeError, match=r"must be torch.int64"):
-        Samples(torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(ShapeError, match=r"need torch.bool \(2, 3\)"):
-        Samples(torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3))
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -234,5 +225,3 @@ def test_samples_of_the_wrong_shape():
 def test_settings_that_cannot_be(settings, message):
     with pytest.raises(ConfigError, match=message):
         Calibration("text.txt", **settings)
-    with pytest.raises(ConfigError, match="sequence_length is 0"):
-        draw([[1]], None, 1, 0)
