@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import ArchitectureError, ConfigError, NonFiniteError
+from ..errors import ArchitectureError, NonFiniteError
 from .samples import Samples
 
 _LOG = logging.getLogger("gptqkit")
@@ -27,14 +27,9 @@ class Batches:
 
     Attributes:
         counts: (samples,) bool, False for samples left out.
-
-    Raises:
-        ConfigError: `size` is not positive.
     """
 
     def __init__(self, samples: Samples, mine: range, size: int, device: torch.device) -> None:
-        if size < 1:
-            raise ConfigError(f"batch_size is {size}; it must be positive")
         self.samples, self.mine, self.size, self.device = samples, mine, size, device
         self.counts = torch.ones(len(samples.input_ids), dtype=torch.bool)
         self._failed = False
@@ -50,11 +45,7 @@ class Batches:
                 start = batch.stop
 
     def attempt(self, batch: range, work: Callable[..., _Result], *arguments: Any) -> _Result | None:
-        """Return what `work(batch, *arguments)` returns; None where memory ran out, so that the batch is to be halved.
-
-        Raises:
-            RuntimeError: Too little memory for a single sample; see `out_of_memory`.
-        """
+        """Return what `work(batch, *arguments)` does, or None where memory ran out: the batch comes again in halves."""
         try:
             return work(batch, *arguments)
         except RuntimeError as error:
@@ -124,11 +115,7 @@ class Batches:
         return [stream[keep] for stream in flat]
 
     def settle(self, counts: Sequence[Tensor], where: str) -> None:
-        """Leave out what any process left out, by the `counts` of all, at the inputs of the module `where`.
-
-        Raises:
-            NonFiniteError: No sample is left.
-        """
+        """Leave out what any process left out, by the `counts` of all; `where` is the module, for messages."""
         self.counts = torch.stack(list(counts)).all(0)
         if not self.counts.any():
             raise NonFiniteError(

@@ -58,11 +58,7 @@ class ActivationCache:
         return self._states[self._local(samples)].to(self.device)
 
     def write(self, samples: range, states: Tensor) -> None:
-        """Put the states of some samples in the place of what is there.
-
-        Raises:
-            ShapeError: Another dtype, or another shape per sample.
-        """
+        """Put the states of some samples in the place of what is there; ShapeError for another dtype or shape."""
         if states.dtype != self.dtype or states.shape != (len(samples), *self.shape):
             raise ShapeError(
                 f"hidden states are {states.dtype} {tuple(states.shape)}; those of {len(samples)} samples that entered "
@@ -77,11 +73,7 @@ class ActivationCache:
         return ActivationCache(self.samples, self.shape, self.dtype, self.device, self.place, file)
 
     def save(self, file: Path) -> None:
-        """Bring the states into `file` for good; a file that they live in is only synced.
-
-        Raises:
-            OSError: The disk refused.
-        """
+        """Bring the states into `file` for good; a file that they live in is only synced."""
         with _naming(file), file.open("r+b" if file == self.file else "wb") as stream:
             for samples in self._slices() if file != self.file else ():
                 part = self._states[self._local(samples)].cpu().contiguous()
@@ -90,11 +82,7 @@ class ActivationCache:
             os.fsync(stream.fileno())
 
     def load(self, file: Path, samples: range) -> None:
-        """Take what `save` wrote of those samples that are held here; `samples` are all that are in the file.
-
-        Raises:
-            CheckpointError: The file is too short.
-        """
+        """Take what `save` wrote of those samples that are held here; `samples` are all that are in the file."""
         size = len(samples) * self._sample_bytes
         if not file.exists() or file.stat().st_size != size:
             raise CheckpointError(f"{file} is not {size} bytes long; delete the unfinished job and start it again")

@@ -109,12 +109,8 @@ def load_text(
     do for WikiText-2; of c4 only the first 1100 documents of the validation split are used, as in the GPTQ paper's
     code. Token ids and chats are joined as they are.
 
-    `source` and `column` are those of `Calibration`, `tokenizer` and `vocab_size` those of `load_samples`; without
-    `split` the test split is taken (c4: "validation", pile: "train").
-
-    Raises:
-        CalibrationError: There is no token, or text or tokens that cannot be used.
-        DatasetUnavailableError: A file does not exist, or the Hub cannot be reached.
+    `source` and `column` are those of `Calibration`, `tokenizer`, `vocab_size` and errors those of `load_samples`;
+    without `split` the test split is taken (c4: "validation", pile: "train").
     """
     opened = open_source(source, column=column, split=split, evaluation=True)
     if opened.endless:

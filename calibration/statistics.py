@@ -52,9 +52,6 @@ class InputStatistics:
         Args:
             inputs: x, (tokens, in), any float dtype: what the partly quantized model feeds the modules.
             float_inputs: x~, the same tokens in the float model; needed exactly when `cross` was asked for.
-
-        Raises:
-            ShapeError: The two differ in shape, or only one came where both are needed.
         """
         if (float_inputs is None) != (self._cross is None):
             raise ShapeError("float_inputs must come with every update, or with none: C pairs the tokens of two models")
@@ -83,14 +80,8 @@ class InputStatistics:
     def filled_up(self, pool: InputStatistics) -> InputStatistics:
         """Return these where they have as many tokens as columns; else filled up to that with means of `pool`.
 
-        What few tokens leave open, the shared statistics say: with n tokens over m columns
-        H = (sum of x xT + (m - n) * mean of the pool) / m, and likewise C. Without a token it is the pool's mean.
-
-        Args:
-            pool: Of all experts that these are one of, over the same columns.
-
-        Raises:
-            CalibrationError: The pool has no token.
+        The pool is that of all experts that these are one of. With n tokens over m columns
+        H = (sum of x xT + (m - n) * mean of the pool) / m, and likewise C.
         """
         columns = len(self._hessian)
         missing = columns - self.tokens
@@ -104,11 +95,7 @@ class InputStatistics:
         return filled
 
     def hessian(self) -> Tensor:
-        """Return H = mean over tokens of x xT, (in, in) float32.
-
-        Raises:
-            CalibrationError: No token was added.
-        """
+        """Return H = mean over tokens of x xT, (in, in) float32; CalibrationError where there is no token."""
         self._check()
         mean = self._hessian / self.tokens
         for start in range(0, len(mean), _SLAB):
@@ -118,11 +105,7 @@ class InputStatistics:
         return mean
 
     def cross(self) -> Tensor | None:
-        """Return C = mean over tokens of (x~ - x) xT, (in, in) float32 (arXiv 2504.02692, dXXT); None if not asked for.
-
-        Raises:
-            CalibrationError: No token was added.
-        """
+        """Return C = mean over tokens of (x~ - x) xT, (in, in) float32 (arXiv 2504.02692, dXXT), where asked for."""
         self._check()
         return None if self._cross is None else self._cross / self.tokens
 

@@ -1,10 +1,10 @@
 """How well a quantized encoder keeps the embeddings of the float model.
 
-An embedding is the last hidden state of a text, pooled over its tokens. Two questions are asked of it: how far it
-turned (cosine similarity with the reference's embedding of the same text), and whether texts are still ranked the same
-way (Spearman's correlation between the cosine similarities of all pairs of texts in the one model and in the other).
-The second is what search and clustering rest on. Ranks are compared and not the similarities themselves, because
-embeddings often point into one narrow cone: all pairs are alike then, and any two models differ little.
+An embedding is the last hidden state of a text, pooled over its tokens. Two questions are asked: how far it turned
+(cosine similarity with the reference's embedding of the same text), and whether texts are still ranked the same way, on
+which search rests (Spearman's correlation between the cosine similarities of all pairs of texts in the one model and in
+the other). Ranks and not the similarities themselves, because embeddings often point into one narrow cone: all pairs
+are alike then, and any two models differ little.
 """
 
 from __future__ import annotations

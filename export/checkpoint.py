@@ -52,19 +52,11 @@ class Checkpoint:
         return find_format(self.declared.format)
 
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor called `name`, mapped from its file: nothing is read before its values are used.
-
-        Raises:
-            CheckpointError: No such tensor.
-        """
+        """Return the tensor called `name`, mapped from its file: nothing is read before its values are used."""
         return self.tensors.get(name)
 
     def weight(self, name: str) -> QuantizedWeight:
-        """Return the codes, scales and offsets of a quantized layer.
-
-        Raises:
-            CheckpointError: No such layer, or values that no reader could use.
-        """
+        """Return the codes, scales and offsets of a quantized layer; CheckpointError for values of no use."""
         if name not in self.layers:
             raise CheckpointError(f"{self.path} has no quantized layer {name!r}; it has {some(self.layers)}")
         return self.format.unpack(name, self.tensors.below(name, self.format.suffixes), self.layers[name])

@@ -41,11 +41,7 @@ class Shards:
         return list(self._handles)
 
     def get(self, name: str) -> Tensor:
-        """Return the tensor called `name`, mapped from its file.
-
-        Raises:
-            CheckpointError: No such tensor, or one of a dtype that torch does not know.
-        """
+        """Return the tensor called `name`, mapped from its file; CheckpointError where torch cannot."""
         if name not in self.where:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}; it has {some(self.where)}")
         try:
@@ -253,11 +249,7 @@ def some(names: Iterable[str], limit: int = 4) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`.
-
-    Raises:
-        CheckpointError: No such file, or no JSON object in it.
-    """
+    """Return the JSON object in `path`; CheckpointError where there is none."""
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError as error:

@@ -67,7 +67,7 @@ def test_defaults_that_depend_on_other_settings():
 def test_json_brings_every_setting_back():
     config = QuantizeConfig(bits=2, sym=False, desc_act=True, overrides={"x": ModuleOverride(bits=8)})
     assert QuantizeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    with pytest.raises(ConfigError, match="no settings: .*colour"):
+    with pytest.raises(ConfigError, match=r"no settings: .*colour"):
         QuantizeConfig.from_dict({"colour": 1})
-    with pytest.raises(ConfigError, match="no settings: .*colour"):
+    with pytest.raises(ConfigError, match=r"no settings: .*colour"):
         QuantizeConfig.from_dict({"overrides": {"x": {"colour": 1}}})
