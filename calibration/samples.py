@@ -51,11 +51,13 @@ def load_samples(
     document is one sample: cut off at `sequence_length`, or padded on the right and masked. Blank documents are left
     out. Of all samples, a permutation drawn from the seed picks those asked for.
 
-    Of a source far larger than needed only 4 times as much as asked for is encoded: of a data set that is streamed from
-    the Hub (c4, and every set without a shorthand) or is an IterableDataset, from its first document on; of others of
-    more than 64 characters per token, text in stretches of 16 * sequence_length characters, chats one by one, in an
-    order drawn from the seed. Ready samples (a 2-D tensor, or .safetensors files with the tensor `input_ids`) are taken
-    as they are, from the first on, whatever the seed.
+    Of a source far larger than needed only 4 times as much as asked for is encoded. A data set that is streamed from
+    the Hub (c4, and every set without a shorthand) or is an IterableDataset is read from its first document on. Other
+    sources of more than 64 characters per token come in an order drawn from the seed: text in stretches of
+    16 * sequence_length characters, chats one by one.
+
+    Ready samples (a 2-D tensor, or .safetensors files with the tensor `input_ids`) are taken as they are, from the
+    first on, whatever the seed.
 
     Args:
         calibration: The source, and how many samples of it.
@@ -76,10 +78,10 @@ def load_samples(
     opened = open_source(calibration.source, column=calibration.column, split=calibration.split, evaluation=False)
     if opened.ready:
         chosen = [ids for ids in itertools.islice(opened.items, calibration.samples) if isinstance(ids, Tensor)]
-        if other := {len(ids) for ids in chosen} - {sequence_length}:
+        for length in {len(ids) for ids in chosen} - {sequence_length}:
             raise CalibrationError(
-                f"{opened.name} holds ready samples of {min(other)} tokens, and sequence_length is {sequence_length}; "
-                f"they are never cut or joined: use sequence_length {min(other)}"
+                f"{opened.name} holds ready samples of {length} tokens, and sequence_length is {sequence_length}; they "
+                f"are never cut or joined: use sequence_length {length}"
             )
     else:
         draw = _join if calibration.concatenate else _pick
