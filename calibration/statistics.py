@@ -60,14 +60,12 @@ class InputStatistics:
                 f"the float model's inputs are {tuple(float_inputs.shape)}, the quantized model's "
                 f"{tuple(inputs.shape)}; GPTAQ pairs them token by token"
             )
+        difference = None if float_inputs is None else float_inputs - inputs
         with full_float32():
             for start in range(0, inputs.shape[1], _SLAB):
                 slab = slice(start, start + _SLAB)
                 self._hessian[slab, start:] += _product(inputs[:, slab], inputs[:, start:])
-            if self._cross is not None and float_inputs is not None:
-                difference = float_inputs - inputs
-                for start in range(0, inputs.shape[1], _SLAB):
-                    slab = slice(start, start + _SLAB)
+                if self._cross is not None and difference is not None:
                     self._cross[slab] += _product(difference[:, slab], inputs)
         self.tokens += inputs.shape[0]
 

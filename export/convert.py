@@ -22,16 +22,11 @@ _PART_BYTES = 1 << 30
 
 
 def convert(source: Path | str, target: Path | str, *, format: str, overwrite: bool = False) -> None:  # noqa: A002
-    """Write the checkpoint in `source` to `target` in another format, without loss.
+    """Write the checkpoint in `source` to the directory `target` in another of `FORMATS`, without loss.
 
     Every layer is unpacked and packed again; all other tensors keep their bytes. Configs are updated, our report and
-    model card too. All other files are copied, but for pickles, hidden files and linked folders.
-
-    Args:
-        source: A checkpoint directory.
-        target: The directory to make.
-        format: One of `FORMATS`.
-        overwrite: Replace a quantized model that is there already, after the new one is complete.
+    model card too. All other files are copied, but for pickles, hidden files and linked folders. With `overwrite` a
+    quantized model that is there already is replaced, after the new one is complete.
 
     Raises:
         CheckpointError: `source` is damaged or no checkpoint that is read here.

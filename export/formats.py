@@ -53,8 +53,8 @@ class Declared:
         """Return bits, group_size and sym of the module `name`: the first pattern that matches counts."""
         for pattern, values in self.dynamic.items():
             if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), name):
-                size = values.get("group_size", -1 if self.group_size is None else self.group_size)
-                return values.get("bits", self.bits), None if size == -1 else size, bool(values.get("sym", self.sym))
+                size = values.get("group_size") or self.group_size
+                return values.get("bits") or self.bits, None if size == -1 else size, bool(values.get("sym", self.sym))
         return self.bits, self.group_size, self.sym
 
 

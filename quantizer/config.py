@@ -166,7 +166,7 @@ class QuantizeConfig:
 
 def _check_bits(bits: int) -> None:
     if type(bits) is not int or bits not in BITS:
-        raise ConfigError(f"bits is {bits}; choose 2, 3, 4 or 8")
+        raise ConfigError(f"bits is {bits!r}; choose 2, 3, 4 or 8")
 
 
 def _check_group_size(group_size: int) -> None:
