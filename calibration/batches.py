@@ -19,13 +19,11 @@ _Result = TypeVar("_Result")
 class Batches:
     """The samples that this process works on, batch by batch; a batch is named by the range of its samples.
 
-    Args:
+    Attributes:
         samples: All calibration samples.
         mine: Those of this process.
         size: Samples per batch, at most; it is halved where memory runs out.
         device: Where the batches are wanted.
-
-    Attributes:
         counts: (samples,) bool, False for samples left out.
     """
 

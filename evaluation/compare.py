@@ -65,21 +65,13 @@ def score(
     max_windows: int | None = None,
     progress: ProgressCallback = silent,
 ) -> Scores:
-    """Measure the perplexity of `model` on `tokens` and, with a `reference`, its divergence from it.
+    """Measure the perplexity of `model` on `tokens`, (tokens,) int64, and with a `reference` its divergence from it.
 
-    Args:
-        model: A causal language model of transformers, in evaluation mode; it is run where it is.
-        tokens: The text, (tokens,) int64.
-        reference: The float model to compare with; it sees the same windows.
-        sequence_length: Tokens per window.
-        stride: Tokens between the starts of windows; None for windows without overlap (see `perplexity`).
-        batch_size: Windows at a time.
-        max_windows: Use only the first ones.
-        progress: Called after every batch, counted in windows.
+    Both are causal language models of transformers in evaluation mode, and run where they are, on the windows of
+    `cut_windows`, `batch_size` at a time. `progress` counts windows.
 
     Raises:
-        CalibrationError: The text is shorter than a window.
-        ConfigError: Lengths that cannot be.
+        CalibrationError, ConfigError: As `cut_windows`.
         NonFiniteError: The losses are not finite.
         ShapeError: `reference` has another vocabulary.
     """

@@ -75,16 +75,9 @@ def compare_embeddings(
 ) -> EmbeddingScores:
     """Measure how far the embeddings of `model` lie from those of `reference`.
 
-    Texts of one length go through the models together, so that there is no padding.
-
-    Args:
-        model: A model of transformers in evaluation mode; it is run where it is, without the head it may have.
-        reference: The float model.
-        texts: At least one, (tokens,) int64 each.
-        sequence_length: Tokens per text, at most; only recorded.
-        pooling: Over the tokens of a text.
-        batch_size: Texts at a time.
-        progress: Called after every batch, counted in texts.
+    Both are models of transformers in evaluation mode, and run where they are, without the heads they may have. Texts,
+    (tokens,) int64 each and cut to `sequence_length` already, go through them together where they have one length, so
+    that there is no padding. `progress` counts texts.
 
     Raises:
         ArchitectureError: A model that returns no last hidden state.

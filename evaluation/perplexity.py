@@ -37,13 +37,7 @@ class Window:
 def cut_windows(
     tokens: Tensor, sequence_length: int, *, stride: int | None = None, max_windows: int | None = None
 ) -> list[Window]:
-    """Return the windows of a text, in order.
-
-    Args:
-        tokens: (tokens,) int64.
-        sequence_length: Tokens per window.
-        stride: Tokens between the starts of neighbouring windows; None for windows without overlap.
-        max_windows: Leave out all later ones.
+    """Return the first `max_windows` windows of a text, (tokens,) int64; all settings are those of `Evaluation`.
 
     Raises:
         ConfigError: Lengths that cannot be.

@@ -122,15 +122,7 @@ def write_configs(
     generation_config: Mapping[str, Any] | None,
     tokenizer: Any,
 ) -> None:
-    """Write what readers look at beside the tensors; local paths are left out.
-
-    Args:
-        directory: The checkpoint.
-        quantization: Its quantization config.
-        model_config: config.json of the model.
-        generation_config: generation_config.json; None where there is none.
-        tokenizer: One of transformers; None where there is none.
-    """
+    """Write what readers look at beside the tensors, from the quantization config and the model's; no local paths."""
     write_json(directory / "config.json", {**_public_config(model_config), "quantization_config": dict(quantization)})
     write_json(directory / "quantize_config.json", quantization)
     if generation_config is not None:

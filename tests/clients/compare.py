@@ -175,10 +175,9 @@ def main() -> int:
     answers = run_client(client, theirs, tokens, work / "answers" / "GPTQModel-own")
     rows += [("gptqkit", f"GPTQModel's, {n}", *judge(client, n, answers, readings, input_ids)) for n in readings]
 
-    for environment, packages in PACKAGES.items():
-        sys.stdout.write(f"{versions(environment, packages)}\n")
-    sys.stdout.write("\n")
-    sys.stdout.write(table(("client", "checkpoint", "loads", "agreement", "verdict"), rows))
+    lines = [versions(environment, packages) for environment, packages in PACKAGES.items()]
+    lines += ["", table(("client", "checkpoint", "loads", "agreement", "verdict"), rows)]
+    sys.stdout.write("\n".join(lines))
     wrong = sum(row[-1] != GOOD for row in rows)
     sys.stdout.write(f"\n{len(rows)} rows, {wrong} wrong\n")
     return 1 if wrong else 0
@@ -210,19 +209,10 @@ def write_mixture(work: Path, calibration: Path) -> Path:
     if not folder.exists():
         torch.manual_seed(0)
         tokenizer = AutoTokenizer.from_pretrained(MODEL)
-        config = Qwen3MoeConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=256,
-            moe_intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            num_experts=4,
-            num_experts_per_tok=2,
-            max_position_embeddings=512,
-        )
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64, "head_dim": 32}
+        counts = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4}
+        limits = {"vocab_size": len(tokenizer), "num_experts_per_tok": 2, "max_position_embeddings": 512}
+        config = Qwen3MoeConfig(**sizes, **counts, **limits)
         model = Qwen3MoeForCausalLM(config)
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -289,10 +279,8 @@ def absolute(path: str | Path) -> str:
 
 
 def versions(environment: str, packages: tuple[str, ...]) -> str:
-    """The names and versions of packages of an environment."""
     code = f"from importlib.metadata import version; print(*[f'{{p}} {{version(p)}}' for p in {packages}], sep=', ')"
-    found = subprocess.run([python_of(environment), "-c", code], capture_output=True, text=True, check=True)
-    return found.stdout.strip()
+    return subprocess.check_output([python_of(environment), "-c", code], text=True).strip()
 
 
 def execute(command: list[str], variables: Mapping[str, str], log: Path, where: Path | None = None) -> None:
