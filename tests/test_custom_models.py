@@ -154,6 +154,8 @@ def test_linears_with_a_forward_pass_of_their_own_stay_in_floating_point_and_are
 def test_a_block_that_does_not_run_as_it_was_written_does_not_count(change, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         quantize(custom(change), tmp_path / "out")
+    with pytest.raises(CheckpointError, match=message):  # without calibration, too
+        gptqkit.quantize(custom(change), None, tmp_path / "out", gptqkit.QuantizeConfig(method="rtn", group_size=32))
     assert not list(tmp_path.iterdir())
 
 

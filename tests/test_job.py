@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 import gptqkit
-from gptqkit import job
+from gptqkit import identity, job
 from gptqkit.errors import DoesNotFitError, OutputExistsError, ResumeError
 from gptqkit.job import work_path
 from support.jobs import (
@@ -205,7 +205,7 @@ def test_another_job_is_refused_by_name_and_an_unfinished_one_is_not_started_aga
         with pytest.raises(ResumeError, match=said):
             quantize(**{"models": job_models, "case": "gptq", "out": out, "resume": True, **changes})
     assert contents(work_path(out)) == kept
-    monkeypatch.setattr(job, "__version__", "0.0")
+    monkeypatch.setattr(identity, "__version__", "0.0")
     with caplog.at_level(logging.WARNING, logger="gptqkit"):
         quantize(job_models, "gptq", out, resume=True)
     assert re.search(r"another environment.*gptqkit was '[\d.]+', now '0\.0'", caplog.text)

@@ -184,7 +184,7 @@ def test_hidden_states_are_kept_where_they_fit_best(folder, machine):
     machine()
     assert plan(folder).needs["RAM"]["hidden states"] == 2 * states  # float32 on a CPU
     assert plan(folder, method="gptaq").needs["RAM"]["hidden states"] == 4 * states  # and those of the float model
-    assert plan(folder, method="rtn").needs["RAM"]["hidden states"] == 0
+    assert plan(folder, method="rtn").needs["RAM"]["hidden states"] == 16 * 256 * 4  # blocks run on 16 tokens
     machine(ram=4 * states - 2)
     assert plan(folder).activations == "disk"
     assert plan(folder, activations="memory").activations == "memory"  # what was asked for is not changed
@@ -253,10 +253,3 @@ def test_in_a_container_the_mounted_group_is_our_own(tmp_path):
     write(tmp_path / "proc" / "self", cgroup="0::/of/the/host")
     write(tmp_path / "sys/fs/cgroup", memory__max=1000, memory__current=1200, memory__stat="inactive_file 0")
     assert available_ram(tmp_path) == 0
-
-
-def test_version_1_of_control_groups(tmp_path):
-    write(tmp_path / "proc" / "self", cgroup="3:cpu:/\n2:memory,hugetlb:/job\n0::/")
-    limits = {"memory__limit_in_bytes": 1000, "memory__usage_in_bytes": 300, "memory__stat": "total_inactive_file 100"}
-    write(tmp_path / "sys/fs/cgroup/memory/job", **limits)
-    assert available_ram(tmp_path) == 800

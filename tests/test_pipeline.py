@@ -227,6 +227,7 @@ REFUSED = [
     (CalibrationError, "needs calibration text", {"source": None}),
     (CalibrationError, "the model's vocabulary", {"source": IDS + 90}),
     (ConfigError, "sequence_length is 65, but the model has 64 positions", {"length": 65}),
+    (ConfigError, "sequence_length is 65, but .* 64 positions", {"length": None, "source": IDS.new_ones(2, 65)}),
     (DatasetUnavailableError, "nowhere.txt", {"evaluate_on": "nowhere.txt"}),
     (ConfigError, "device is 'meta'", {"run": {"device": "meta"}}),
     (NotADirectoryError, "short.txt", {"out": "short.txt/out"}),
