@@ -47,7 +47,6 @@ def write_part(
     Raises:
         ConversionError, ShapeError: A weight that the format cannot hold.
         CheckpointError: A tensor reads back differently from what was written.
-        OSError: The disk refused.
     """
     layers = {stored_module(model, name): weight for name, weight in solved.items()}
     others = {} if layer is None else dict(model.others(layer, solved.keys()))
@@ -85,17 +84,8 @@ def assemble(
 ) -> Path:
     """Make a checkpoint, but for its report, of all parts and of what stands outside them; return its directory.
 
-    Args:
-        folder: Where the parts are, and the directory will be.
-        records: What is known of the parts, in order.
-        model: The float model.
-        config: The settings.
-        tokenizer: Saved beside the weights.
-        max_shard_bytes: Of the checkpoint's files, at most.
-
-    Raises:
-        CheckpointError: The checkpoint does not read back as what was solved.
-        OSError: The disk refused.
+    It is made in `folder`, where the parts are of which `records` tell, in order. CheckpointError where it does not
+    read back as what was solved.
     """
     specs, directory = _specs(records), folder / "checkpoint"
     shutil.rmtree(directory, ignore_errors=True)

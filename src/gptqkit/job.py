@@ -52,13 +52,6 @@ class Job:
 
     Rank 0 writes it all, but for hidden states, of which every process writes its own.
 
-    Args:
-        out: The checkpoint to make.
-        identity: What decides the result, as plain values for JSON; see `identity_of`.
-        processes: The processes of the job.
-        resume: Go on where there is an unfinished job.
-        overwrite: Replace a quantized model at `out`.
-
     Attributes:
         folder: The work directory.
         records: Those of the finished blocks, in order.
@@ -66,7 +59,7 @@ class Job:
 
     Raises:
         OutputExistsError: The target exists, or an unfinished job is there and `resume` is not set.
-        ResumeError: The unfinished job is another one, or another process is at work on it.
+        ResumeError: The unfinished job is another one by its `identity`, or another process is at work on it.
     """
 
     def __init__(
@@ -125,14 +118,7 @@ class Job:
     def commit(
         self, layer: int | None, part: Checkpoint, reports: list[ModuleReport], progress: Mapping[str, Any]
     ) -> None:
-        """Let a block that was written count from now on.
-
-        Args:
-            layer: Number of the block; None for the output layer.
-            part: What was written.
-            reports: Of its modules.
-            progress: Whatever else the next process must know, as plain values for JSON.
-        """
+        """Let a block that was written count from now on; `progress` is what else the next process must know."""
         rows = [dataclasses.asdict(report) for report in reports]
         record = {"layer": layer, **record_of(part), "reports": rows, "seconds": self.seconds, **progress}
         self._write_json(f"{self.stem(layer).name}.json", record)
@@ -173,12 +159,7 @@ class Job:
             cache.load(self.folder / name, range(start, stop))
 
     def publish(self, directory: Path) -> None:
-        """Let a complete directory in the work directory appear as the checkpoint, and end the job.
-
-        Raises:
-            OutputExistsError: The target exists meanwhile.
-            OSError: The disk refused; the blocks stay, so that the job can go on.
-        """
+        """Let a complete directory in the work directory appear as the checkpoint, and end the job."""
         self._write_json("complete.json", {})
         replace_directory(directory, Path(os.path.realpath(self.out)), overwrite=self._overwrite)
         self._discard()

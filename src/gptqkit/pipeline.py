@@ -38,16 +38,9 @@ PROBE = Samples(torch.arange(16)[None])  # what blocks are run on where there is
 
 
 class Pipeline:
-    """One run through the blocks of a model.
+    """One run through the blocks of a model; `job` takes every block as it is finished, and knows those that are.
 
-    Args:
-        model: The float model.
-        samples: Calibration samples; None where the method can do without, which then reports no errors.
-        config: All settings of the quantization.
-        job: Takes every block as it is finished, and knows those that are.
-        processes: Those that share the work.
-        run: Where hidden states are kept, and how many samples run at a time.
-        progress: Called once per module.
+    Without samples, which some methods can do without, no errors are reported. `progress` is called once per module.
 
     Attributes:
         left: Linears that compute something else than Linears do, which stay in floating point.
@@ -105,12 +98,7 @@ class Pipeline:
                     self._commit(None, *self._solve([measured], None), streams)
 
     def report(self, name: str, seed: int) -> QuantizationReport:
-        """Return the report on the whole.
-
-        Args:
-            name: Of the model.
-            seed: That chose the samples.
-        """
+        """Return the report on the whole, with the name of the model and the seed of its samples."""
         modules, samples = self.job.reports, self.batches.samples
         return QuantizationReport(
             model=name,

@@ -71,10 +71,8 @@ def _computes_a_product(kind: type[nn.Module]) -> bool:
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the name of the list of repeated blocks and the list: the one that holds the most weights in matrices.
 
-    Blocks may be of several kinds. In a composite model only the language part is searched.
-
-    Raises:
-        ArchitectureError: The model has no list of modules with matrices inside.
+    Blocks may be of several kinds. In a composite model only the language part is searched. ArchitectureError where
+    there is no such list.
     """
     part = model.get_decoder() if isinstance(model, PreTrainedModel) else model
     found = _largest_list(model, part) or _largest_list(model, model)
@@ -178,11 +176,7 @@ def _experts(module: nn.Module) -> int:
 
 
 def find_head(model: PreTrainedModel, config: QuantizeConfig) -> Target | None:
-    """Return the output layer as a target where `config` asks for it.
-
-    Raises:
-        ConfigError: It is tied to the input embedding, or is no matrix, or its shape does not fit.
-    """
+    """Return the output layer as a target where `config` asks for it; ConfigError where it cannot be one."""
     if not config.lm_head:
         return None
     head = output_layer(model)

@@ -34,7 +34,7 @@ def check_block(
         layer: Number of the block.
         part: What was written of it.
         names: Its quantized Linears, by their names in the block.
-        run: Runs a block on some calibration tokens; returns what leaves it.
+        run: Runs a block on some tokens; returns what leaves it.
         device: Where blocks run.
         dtype: In which they run.
 
