@@ -239,15 +239,6 @@ def test_a_target_that_exists_is_never_harmed(job_models, undisturbed, tmp_path)
     assert contents(out) == old  # until the new one is complete
     quantize(job_models, "gptq", out, overwrite=True, resume=True)
     assert contents(out) == undisturbed("gptq")[1]
-    for name in ("mistral", "text"):  # a float model, and something else
-        (tmp_path / "text").mkdir(exist_ok=True)
-        (tmp_path / "text" / "file").write_text("x")
-        place = job_models / name if name == "mistral" else tmp_path / name
-        before = contents(place)
-        with pytest.raises(OutputExistsError, match="something else than a quantized model"):
-            quantize(job_models, "gptq", place, overwrite=True, progress=steps.append)
-        assert contents(place) == before
-    assert not steps
     late = tmp_path / "late"
     with pytest.raises(OutputExistsError, match="exists already"):  # somebody else makes it while the job runs
         quantize(job_models, "gptq", late, progress=at(21, late.mkdir))
