@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import inspect
 import json
 import logging
@@ -27,7 +28,7 @@ from .evaluation.config import Evaluation
 from .export.formats import FORMATS
 from .quantizer.config import ModuleOverride, QuantizeConfig
 from .run import Run
-from .units import parse_size, size_text
+from .units import size_text
 from .version import __version__
 
 T = TypeVar("T")
@@ -279,10 +280,11 @@ def _config(arguments: argparse.Namespace) -> QuantizeConfig:
 
 
 def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    """Return the bytes in `8GiB`, `500 MiB` or a plain number."""
+    match = re.fullmatch(r"(\d+) ?(|KiB|MiB|GiB|TiB)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one such as 8GiB or 500MiB")
+    return int(match[1]) << (10 * ("", "KiB", "MiB", "GiB", "TiB").index(match[2]))
 
 
 def _override(text: str) -> tuple[str, ModuleOverride]:
@@ -326,12 +328,7 @@ def _quieten_libraries(verbose: bool) -> None:
     """Keep the model and data libraries to errors: their bars and notes would bury ours."""
     if verbose:
         return
-    import datasets
-    import huggingface_hub
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    datasets.utils.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    huggingface_hub.utils.logging.set_verbosity_error()
+    for name in ("datasets", "huggingface_hub", "transformers"):
+        importlib.import_module(name)  # which sets its level
+        logging.getLogger(name).setLevel(logging.ERROR)
+    sys.modules["datasets"].disable_progress_bars()

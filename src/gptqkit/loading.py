@@ -103,21 +103,15 @@ def install(
     quantized = [f"{name}.weight" for name in checkpoint.layers]
     names = StoredNames(empty.stacked, empty.names, [*quantized, *biases, *checkpoint.other_names])
     for name in checkpoint.layers:
-        _install_layer(empty, checkpoint, names, name, device=device, dtype=dtype, backend=backend)
+        path = _place(empty, checkpoint, names, name)
+        bias = _bias(name, checkpoint.bias(name), empty.model.get_submodule(path))
+        layer = make_linear(checkpoint.weight(name).to(device), bias, dtype, name=path, backend=backend)
+        empty.model.set_submodule(path, layer)
     empty.fill(checkpoint.tensors, names, _others(empty, checkpoint, names), device, dtype if cast else None)
 
 
-def _install_layer(
-    empty: EmptyModel,
-    checkpoint: Checkpoint,
-    names: StoredNames,
-    name: str,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    backend: str,
-) -> None:
-    """Put one quantized layer in the place of its Linear."""
+def _place(empty: EmptyModel, checkpoint: Checkpoint, names: StoredNames, name: str) -> str:
+    """Return the name of the Linear that a quantized layer stands for; refuse what does not fit."""
     model, spec = empty.model, checkpoint.layers[name]
     place = names.working(f"{name}.weight")
     if place is None or not place.endswith(".weight"):
@@ -139,9 +133,7 @@ def _install_layer(
             f"{name} stands for {spec.out_features} x {spec.in_features} weights (out x in), but the model that "
             f"config.json describes has {shape[0]} x {shape[1]}; fetch config.json again"
         )
-    bias = _bias(name, checkpoint.bias(name), owner)
-    layer = make_linear(checkpoint.weight(name).to(device), bias, dtype, name=path, backend=backend)
-    model.set_submodule(path, layer)
+    return path
 
 
 def _bias(name: str, bias: Tensor | None, owner: Any) -> Tensor | None:
