@@ -39,6 +39,11 @@ from .targets import Target, find_blocks, find_head, find_targets
 from .units import size_text
 
 _LOG = logging.getLogger("gptqkit")
+_ADVICE = {
+    "disk": "choose another folder, or free some",
+    "RAM": "free some, or use a larger machine",
+    "GPU memory": "use --device cpu, or a larger GPU",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,40 +79,26 @@ class MemoryEstimate:
             DoesNotFitError: Even the least does not fit.
         """
         for name, least in self.least.items():
-            there = self.available[name]
-            if there is None:
-                continue
-            advice = {
-                "disk": "choose another folder, or free some",
-                "RAM": "free some, or use a larger machine",
-                "GPU memory": "use --device cpu, or a larger GPU",
-            }[name]
-            if least > there:
+            there, total = self.available[name], self.total(name)
+            if there is not None and least > there:
                 raise DoesNotFitError(
                     f"{size_text(least)} of {name} is the least that this job needs, and there is {size_text(there)}; "
-                    f"{advice}"
+                    f"{_ADVICE[name]}"
                 )
-            if self.total(name) > there:
+            if there is not None and total > there:
                 _LOG.warning(
-                    "about %s of %s may be needed, and there is %s; if it runs out, use fewer or shorter samples, a "
-                    "smaller batch size or --activations disk",
-                    size_text(self.total(name)),
-                    name,
-                    size_text(there),
+                    f"about {size_text(total)} of {name} may be needed, and there is {size_text(there)}; if it runs "
+                    "out, use fewer or shorter samples, a smaller batch size or --activations disk"
                 )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {
-            "blocks": self.blocks,
-            "activations": self.activations,
-            "source_bytes": self.source_bytes,
-            "output_bytes": self.output_bytes,
-            "needs": {
-                name: {"parts": dict(parts), "total": self.total(name), "available": self.available[name]}
-                for name, parts in self.needs.items()
-            },
+        keys = ("blocks", "activations", "source_bytes", "output_bytes")
+        needs = {
+            name: {"parts": dict(parts), "total": self.total(name), "available": self.available[name]}
+            for name, parts in self.needs.items()
         }
+        return {**{key: getattr(self, key) for key in keys}, "needs": needs}
 
 
 def plan(

@@ -26,11 +26,11 @@ ROWS = 32  # modules are cut at multiples of so many rows
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Linears that share an input, and what calibration found out about it.
+    """Linears that share an input, and what calibration, if any, found out about it.
 
     Attributes:
         targets: The Linears.
-        statistics: Of the input; None without calibration.
+        statistics: Of the input.
         pool: Of experts: what all experts of the layer received.
     """
 

@@ -26,8 +26,7 @@ class Target:
         inner: Its name in its block; empty for the output layer.
         shape: (out, in).
         config: The settings that hold for it.
-        experts: Of a split expert: the name, in the block, of the module that holds all of them.
-        expert: And its number among them.
+        experts: Of a split expert: the name, in the block, of the module that holds all; `expert` is its number.
     """
 
     name: str
@@ -101,8 +100,7 @@ def find_targets(
 ) -> tuple[list[list[Target]], list[str]]:
     """Return the Linears to be quantized, block by block, and the names of those that cannot be.
 
-    Routers stay in floating point (see `find_routers`); so do Linears with a forward pass of their own, which are named
-    in the second result.
+    Routers stay in floating point. So do Linears with a forward pass of their own, which the second result names.
 
     Raises:
         ConfigError: A module whose shape the settings do not fit, or an override that matches none.

@@ -36,7 +36,7 @@ def check_block(
         names: Its quantized Linears, by their names in the block.
         run: Runs a block on some tokens; returns what leaves it.
         device: Where blocks run.
-        dtype: In which they run.
+        dtype: Of their activations.
 
     Raises:
         CheckpointError: The block cannot run, or computes something else; the first Linear that differs is named.
