@@ -57,12 +57,12 @@ def load_samples(
     16 * sequence_length characters, chats one by one.
 
     Ready samples (a 2-D tensor, or .safetensors files with the tensor `input_ids`) are taken as they are, from the
-    first on, whatever the seed.
+    first on, whatever the seed; all of `calibration.sequence_length` tokens, or of any one length where that is None.
 
     Args:
         calibration: The source, and how many samples of it.
         tokenizer: The model's tokenizer, one of transformers; None where the source is token ids.
-        sequence_length: Tokens per sample, once the model's default is known.
+        sequence_length: Tokens per sample, once the model's default is known; not of ready ones.
         vocab_size: Rows of the model's embedding, against which every id is checked; None checks for negative ids only.
 
     Raises:
@@ -78,6 +78,8 @@ def load_samples(
     opened = open_source(calibration.source, column=calibration.column, split=calibration.split, evaluation=False)
     if opened.ready:
         chosen = [ids for ids in itertools.islice(opened.items, calibration.samples) if isinstance(ids, Tensor)]
+        if chosen and calibration.sequence_length is None:
+            sequence_length = len(chosen[0])
         for length in {len(ids) for ids in chosen} - {sequence_length}:
             raise CalibrationError(
                 f"{opened.name} holds ready samples of {length} tokens, and sequence_length is {sequence_length}; they "

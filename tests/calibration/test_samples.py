@@ -130,7 +130,8 @@ def test_ready_samples_are_taken_from_the_first_on():
     assert torch.equal(draw(ids, None, 4, 4, seed=5).input_ids, ids[:4].long())
     assert torch.equal(draw(ids, None, 100, 4, concatenate=False).input_ids, ids.long())
     with pytest.raises(CalibrationError, match=r"samples of 4 tokens, and sequence_length is 8.*use sequence_length 4"):
-        draw(ids, None, 4, 8)
+        draw(ids, None, 4, 8, sequence_length=8)
+    assert torch.equal(draw(ids, None, 4, 8).input_ids, ids[:4].long())
     with pytest.raises(CalibrationError, match="the tensor holds no token"):
         draw(ids[:0], None, 4, 4)
 
