@@ -16,17 +16,19 @@ class Calibration:
 
     Attributes:
         source: A string is a shorthand (wikitext2, c4, pile), else an existing file or folder, else the id of a data
-            set on the Hub (organisation/name or organisation/name:configuration). A Path is a file or folder, a list
-            of them several. A list of strings is a list of texts, never of paths. Further: a list of chats (lists of
-            messages), a list of lists of token ids, a tensor of token ids (1-D: one document; 2-D: ready samples), a
-            `datasets.Dataset` or a `datasets.IterableDataset`.
-        samples: Number of samples; of ready-made ones, at most that many, from the first on.
+            set on the Hub (organisation/name or organisation/name:configuration). A Path is a file or folder; a list of
+            paths, or of strings that end as data files do, several. A data set is a `datasets.Dataset`, an
+            `IterableDataset`, or a dictionary of them, of which `split` is taken. Anything else is gone through item by
+            item, be it a list, an array, a DataLoader or a generator, which is read no further than needed. An item is
+            text, a chat (a list of messages), token ids, a record with one of these in a column, or a batch of such.
+            Token ids in two dimensions, or with an attention_mask, are ready samples, as tokenizers make them.
+        samples: Number of samples; of ready ones, at most that many, from the first on.
         sequence_length: Tokens per sample; by default 2048, or the model's maximum if that is less. Ready samples have
-            their own.
+            that of the longest, to which the others are padded.
         seed: Seed of the random choice of samples.
         concatenate: Join all documents and cut samples from them, instead of making one padded sample per document.
         column: Column that holds the text, in structured files and data sets; by default found by its name.
-        split: Split of a Hub data set; by default "train".
+        split: Split of a data set that has several; by default "train".
 
     Raises:
         ConfigError: `samples` or `sequence_length` is not positive, or `seed` is out of range.

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 
 from ..errors import CalibrationError, ConfigError
+from .chats import Chat
 from .config import Calibration
-from .sources import Document, Documents, open_source
+from .sources import Document, Documents, is_ready, open_source
 
 _Item = TypeVar("_Item")
 
 SEPARATOR = "\n\n"  # between two texts that are joined, as in the papers' evaluations
 LARGE = 64  # characters per token needed above which a local source counts as long; text has 1 to 6 per token
 STRETCH = 16  # characters per token of a sample in one stretch of a long source: a few samples
+PIECE = (
+    4 << 20
+)  # characters that are encoded at once: a tokenizer takes 200 bytes for each, and ends the process without
 POOL = 4  # how many times as much of a long source is encoded as is needed, so that the seed has a choice
 
 
@@ -56,8 +59,10 @@ def load_samples(
     sources of more than 64 characters per token come in an order drawn from the seed: text in stretches of
     16 * sequence_length characters, chats one by one.
 
-    Ready samples (a 2-D tensor, or .safetensors files with the tensor `input_ids`) are taken as they are, from the
-    first on, whatever the seed; all of `calibration.sequence_length` tokens, or of any one length where that is None.
+    Ready samples (token ids in two dimensions, or with an attention_mask, or .safetensors files with the tensor
+    `input_ids`) are taken as they are, from the first on, whatever the seed, and padded to the longest of them.
+
+    What is longer than 4 Mi characters is encoded in pieces, cut before a space.
 
     Args:
         calibration: The source, and how many samples of it.
@@ -76,15 +81,19 @@ def load_samples(
     [[1, 2, 3, 4], [6, 7, 8, 0]]
     """
     opened = open_source(calibration.source, column=calibration.column, split=calibration.split, evaluation=False)
-    if opened.ready:
-        chosen = [ids for ids in itertools.islice(opened.items, calibration.samples) if isinstance(ids, Tensor)]
-        if chosen and calibration.sequence_length is None:
-            sequence_length = len(chosen[0])
-        for length in {len(ids) for ids in chosen} - {sequence_length}:
+    first = next(_filled(opened.items), None)
+    if first is not None:
+        opened = replace(opened, items=itertools.chain([first], opened.items))
+    if is_ready(first):
+        rows = (_encode(document, tokenizer, opened.name) for document in opened.items)
+        chosen = list(itertools.islice((ids for ids in rows if len(ids)), calibration.samples))
+        longest = max(map(len, chosen), default=0)
+        if calibration.sequence_length not in (None, longest) and chosen:
             raise CalibrationError(
-                f"{opened.name} holds ready samples of {length} tokens, and sequence_length is {sequence_length}; they "
-                f"are never cut or joined: use sequence_length {length}"
+                f"{opened.name} holds ready samples of {longest} tokens, and sequence_length is "
+                f"{calibration.sequence_length}; they are never cut or joined: use sequence_length {longest}"
             )
+        sequence_length = longest
     else:
         draw = _join if calibration.concatenate else _pick
         chosen = draw(opened, calibration, tokenizer, sequence_length)
@@ -105,26 +114,34 @@ def load_samples(
 
 
 def load_text(
-    source: Any, tokenizer: Any, *, column: str | None = None, split: str | None = None, vocab_size: int | None = None
+    source: Any,
+    tokenizer: Any,
+    *,
+    limit: int | None = None,
+    column: str | None = None,
+    split: str | None = None,
+    vocab_size: int | None = None,
 ) -> Tensor:
-    """Return all tokens of a source, (tokens,) int64, for perplexity.
+    """Return all tokens of a source, or the first `limit`, (tokens,) int64, for perplexity.
 
     Texts, blank ones too, are joined by a blank line into one string and encoded without special tokens, as the papers
     do for WikiText-2; of c4 only the first 1100 documents of the validation split are used, as in the GPTQ paper's
-    code. Token ids and chats are joined as they are.
+    code. Token ids and chats are joined as they are. With a `limit` no more is read and encoded than that needs.
 
     `source` and `column` are those of `Calibration`, `tokenizer`, `vocab_size` and errors those of `load_samples`;
     without `split` the test split is taken (c4: "validation", pile: "train").
     """
-    opened = open_source(source, column=column, split=split, evaluation=True)
-    if opened.endless:
-        raise CalibrationError(f"{opened.name} may have no end; take a part of it (IterableDataset.take) into a list")
-    documents = list(opened.items)
-    texts = [document for document in documents if isinstance(document, str)]
-    if len(texts) == len(documents):
-        documents = [SEPARATOR.join(texts)]
-    tokens = (_encode(document, tokenizer, opened.name) for document in documents)
-    return _check(tokens, vocab_size, opened.name)
+    opened = open_source(source, column=column, split=split, evaluation=True, partial=limit is not None)
+    if opened.endless and limit is None:
+        raise CalibrationError(
+            f"{opened.name} may have no end; say how much of it you need, or take a part into a list"
+        )
+    found: list[Tensor] = []
+    for piece in _pieces(opened.items, limit):
+        found.append(_encode(piece, tokenizer, opened.name))
+        if limit is not None and sum(map(len, found)) >= limit:
+            break
+    return _check(found, vocab_size, opened.name)[:limit]
 
 
 def load_documents(
@@ -150,12 +167,13 @@ def load_documents(
     >>> [ids.tolist() for ids in load_documents([[1, 2, 3, 4, 5], [6, 7]], None, sequence_length=4)]
     [[1, 2, 3, 4], [6, 7]]
     """
-    opened = open_source(source, column=column, split=split, evaluation=True)
+    opened = open_source(source, column=column, split=split, evaluation=True, partial=limit is not None)
     if opened.endless and limit is None:
         raise CalibrationError(f"{opened.name} may have no end; say how many documents you need")
     found: list[Tensor] = []
     for document in _filled(opened.items):
-        ids = _encode(document, tokenizer, opened.name)
+        needed = None if limit is None else sequence_length * (limit - len(found))
+        ids = _encode(document, tokenizer, opened.name, needed)
         before, after = _special_tokens(tokenizer) if isinstance(document, str) else (ids[:0], ids[:0])
         room = sequence_length - len(before) - len(after)
         if room < 1:
@@ -202,7 +220,7 @@ def _pick(opened: Documents, calibration: Calibration, tokenizer: Any, length: i
     samples = calibration.samples
     documents = list(itertools.islice(_filled(opened.items), POOL * samples if opened.endless else None))
     drawn = _shuffle(documents, torch.Generator().manual_seed(calibration.seed))
-    encoded = (_encode(document, tokenizer, opened.name)[:length] for document in drawn)
+    encoded = (_encode(document, tokenizer, opened.name, length)[:length] for document in drawn)
     return list(itertools.islice((ids for ids in encoded if len(ids)), samples))
 
 
@@ -225,20 +243,54 @@ def _filled(documents: Iterable[Document]) -> Iterator[Document]:
     return (document for document in documents if (document.strip() if isinstance(document, str) else len(document)))
 
 
-def _encode(document: Document, tokenizer: Any, name: str) -> Tensor:
-    """Return the token ids of a document, (tokens,); no special tokens are added (a chat template writes its own)."""
+def _encode(document: Document, tokenizer: Any, name: str, limit: int | None = None) -> Tensor:
+    """Return the token ids of a document, (tokens,), or at least the first `limit`.
+
+    No special tokens are added; a chat template writes its own.
+    """
     if isinstance(document, Tensor):
-        return document
+        return document.flatten()
     if tokenizer is None:
         raise CalibrationError(f"{name} holds text, and there is no tokenizer; give one, or give token ids")
-    try:
-        if not isinstance(document, str):
-            document = str(tokenizer.apply_chat_template(list(document), tokenize=False))
-        # verbose=False: no warning that text is longer than the model's context, since it is cut later.
-        ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
-    except (TemplateError, TypeError, ValueError) as error:
-        raise CalibrationError(f"{name} does not fit the tokenizer or its chat template: {error}") from error
+    text = document.render(tokenizer) if isinstance(document, Chat) else document
+    ids: list[int] = []
+    for piece in _pieces([text], limit):
+        try:
+            # verbose=False: no warning that text is longer than the model's context, since it is cut later.
+            ids += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+        except (TypeError, ValueError) as error:
+            raise CalibrationError(f"{name} does not fit the tokenizer: {error}") from error
+        if limit is not None and len(ids) > limit:
+            break
     return torch.tensor(ids, dtype=torch.int64)
+
+
+def _pieces(documents: Iterable[Document], limit: int | None) -> Iterator[Document]:
+    """Yield texts joined by a blank line and cut into pieces, before a space if there is one; others as they are.
+
+    The first piece nearly always has `limit` tokens.
+    """
+    size = PIECE if limit is None else min(PIECE, STRETCH * limit)
+    text: str | None = None
+    for document in documents:
+        if not isinstance(document, str):
+            if text is not None:
+                yield text
+            text = None
+            yield document
+            continue
+        if text is None:
+            text = document
+        else:
+            text += SEPARATOR
+            text += document
+        while len(text) > size:
+            end = text.rfind(" ", 1, size)
+            end = size if end < 0 else end
+            yield text[:end]
+            text = text[end:]
+    if text is not None:
+        yield text
 
 
 def _special_tokens(tokenizer: Any) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,21 +23,28 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CalibrationError, DatasetUnavailableError
+from .chats import Chat
 
-Document: TypeAlias = str | Sequence[Mapping[str, Any]] | Tensor
-"""Text, the messages of one chat, or token ids (n,) int64. A document without content is the empty string."""
+Document: TypeAlias = str | Chat | Tensor
+"""Text, a chat, or token ids, int64: (n,) of a document, (1, n) of a ready sample. One without content is empty."""
 
 COLUMNS = ("text", "content", "messages", "input_ids")
 """The columns that are looked for, in this order, where none is named."""
 
 ENDINGS = (".txt", ".json", ".jsonl", ".csv", ".parquet", ".safetensors")
 
-SHORTHANDS = {  # id on the Hub, split for evaluation, whether calibration reads only as much of it as it needs
+SHORTHANDS = {  # id on the Hub, split for evaluation, whether only as much of it is read as is needed
     "wikitext2": ("Salesforce/wikitext:wikitext-2-raw-v1", "test", False),
     "c4": ("allenai/c4:en", "validation", True),
     "pile": ("NeelNanda/pile-10k", "train", False),
 }
 C4_DOCUMENTS = 1100  # The GPTQ paper's code evaluates on so many, the first of C4's validation split.
+NESTING = 2  # lists in a list: a batch of records, each of which holds several documents
+
+_KINDS = (
+    "text, a chat (a list of messages with 'role' and 'content'), token ids (whole numbers of 64 bits), a record of "
+    "one of these, or a batch of them"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,13 +52,21 @@ class Documents:
     """The documents of one source, in its own order, to be read once."""
 
     name: str  # in error messages
-    items: Iterable[Document]
+    items: Iterator[Document]
     endless: bool = False  # Only as many as needed should be read.
-    ready: bool = False  # They are samples, to be used as they are: a 2-D tensor, or .safetensors files.
 
 
-def open_source(source: Any, *, column: str | None, split: str | None, evaluation: bool) -> Documents:
-    """Open a source of any kind that `Calibration` lists; for `evaluation` a data set's test split instead of train.
+def open_source(
+    source: Any, *, column: str | None, split: str | None, evaluation: bool, partial: bool = True
+) -> Documents:
+    """Open a source of any kind that `Calibration` lists.
+
+    Args:
+        source: What was given.
+        column: That of structured sources; None finds it.
+        split: That of a data set with several; None takes "train", or for `evaluation` the test split.
+        evaluation: Whether it is to be measured on.
+        partial: Whether the first documents may be enough.
 
     Raises:
         CalibrationError: The source is empty, damaged, of an unknown kind, or has no such column or split.
@@ -59,41 +75,64 @@ def open_source(source: Any, *, column: str | None, split: str | None, evaluatio
     if isinstance(source, str) and (
         source in SHORTHANDS or not (os.path.exists(source) or source.lower().endswith(ENDINGS))
     ):
-        return _open_hub(source, column, split, evaluation)
+        return _open_hub(source, column, split, evaluation, partial)
+    if isinstance(source, Mapping) and source and all(hasattr(each, "column_names") for each in source.values()):
+        split = split or ("test" if evaluation else "train")
+        if split not in source:
+            raise CalibrationError(f"the data set has no split {split!r}, but {_names(source)}; name one with split")
+        source, split = source[split], None
     if split is not None:
-        raise CalibrationError(f"split is {split!r}, but only data sets of the Hub, named by a string, have splits")
+        raise CalibrationError(f"split is {split!r}, but only data sets with several splits, as on the Hub, have any")
     if isinstance(source, (str, Path)):
         return _open_files([Path(source)], column)
-    if isinstance(source, Tensor) and source.ndim in (1, 2):
-        documents = _documents([source] if source.ndim == 1 else source, "the tensor")
-        return Documents("the tensor", list(documents), ready=source.ndim == 2)
-    if isinstance(source, Sequence) and source and not isinstance(source, bytes):
-        if all(isinstance(item, Path) for item in source):
-            return _open_files(source, column)
-        return Documents("the list", list(_documents(source, "the list")))
-    import datasets  # here, because it takes seconds
-
-    if isinstance(source, (datasets.Dataset, datasets.IterableDataset)):
+    if hasattr(source, "column_names"):
         documents = _read_dataset(lambda: source, "the data set", column)
-        return Documents("the data set", documents, endless=isinstance(source, datasets.IterableDataset))
-    raise CalibrationError(
-        f"{reprlib.repr(source)} cannot be read; give a file, a folder, a data set of the Hub, a list of paths (as "
-        "pathlib.Path), of strings, of chats (each a list of messages) or of lists of token ids, a tensor of token ids "
-        "(1-D, or 2-D for ready samples), or a datasets.Dataset"
-    )
+        return Documents("the data set", documents, endless=not hasattr(source, "__len__"))
+    if isinstance(source, Sequence) and source and all(map(_is_file, source)):
+        return _open_files([Path(file) for file in source], column)
+    nothing = isinstance(source, (bytes, Sequence)) and (isinstance(source, bytes) or not source)
+    if nothing or not isinstance(source, Iterable):
+        raise CalibrationError(
+            f"{_shown(source)} cannot be read; give a file, a folder, a list of them, a data set (of the Hub, or one "
+            f"that is open), or {_KINDS}"
+        )
+    name = "the list" if isinstance(source, Sequence) else "the tensor" if isinstance(source, Tensor) else "the source"
+    single = hasattr(source, "dtype") or isinstance(source, Mapping) or _is_chat(source) or _ids(source) is not None
+    documents = _Reader(name, column).documents([source] if single else source)
+    return Documents(name, _alike(documents, name), endless=not hasattr(source, "__len__"))
+
+
+def _is_file(item: Any) -> bool:
+    """Whether an item of a list is a file: a path, or a string that ends as data files do."""
+    return isinstance(item, Path) or (isinstance(item, str) and item.lower().endswith(ENDINGS) and "\n" not in item)
 
 
 def _open_files(paths: Sequence[Path], column: str | None) -> Documents:
-    name = ", ".join(map(str, paths))
-    documents: list[Document] = []
-    ready: set[bool] = set()
-    for path in paths:
-        for file in _list_files(path):
-            documents += _documents(_column(_read_file(file, column), str(file), column), str(file))
-            ready.add(file.suffix.lower() == ".safetensors")
-    if len(ready) > 1:
-        raise CalibrationError(f"{name} holds both text and .safetensors files, whose samples are ready; give one kind")
-    return Documents(name, documents, ready=True in ready)
+    name = ", ".join(map(str, paths[:4])) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+    files = [file for path in paths for file in _list_files(path)]
+    documents = (
+        document for file in files for document in _Reader(str(file), column).documents(_read_file(file, column))
+    )
+    return Documents(name, _alike(documents, name))
+
+
+def _alike(documents: Iterable[Document], name: str) -> Iterator[Document]:
+    """Yield documents, of which either all or none may be ready samples."""
+    kinds = set()
+    for document in documents:
+        if len(document):
+            kinds.add(is_ready(document))
+        if len(kinds) > 1:
+            raise CalibrationError(
+                f"{name} holds both text and ready samples (token ids in two dimensions, or with an attention_mask, or "
+                "in .safetensors files); give one kind"
+            )
+        yield document
+
+
+def is_ready(document: Document | None) -> bool:
+    """Whether a document is a ready sample, to be used as it is."""
+    return isinstance(document, Tensor) and document.ndim == 2
 
 
 def _list_files(path: Path) -> list[Path]:
@@ -122,7 +161,7 @@ def _read_file(path: Path, column: str | None) -> Iterator[Any]:
             with safe_open(path, framework="pt") as tensors:
                 if list(tensors.keys()) != ["input_ids"] or len(tensors.get_slice("input_ids").get_shape()) != 2:
                     raise ValueError("it must hold one tensor, input_ids (samples, length), and nothing else")
-                yield from tensors.get_tensor("input_ids")
+                yield tensors.get_tensor("input_ids")
         else:
             with path.open(encoding="utf-8" if kind == ".txt" else "utf-8-sig", newline="") as file:
                 if kind == ".txt":
@@ -144,7 +183,7 @@ def _read_file(path: Path, column: str | None) -> Iterator[Any]:
         csv.field_size_limit(csv_limit)
 
 
-def _open_hub(source: str, column: str | None, split: str | None, evaluation: bool) -> Documents:
+def _open_hub(source: str, column: str | None, split: str | None, evaluation: bool, partial: bool) -> Documents:
     path, evaluation_split, streamed = SHORTHANDS.get(source, (source, "test", True))
     match = re.fullmatch(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?::([\w.-]+))?", path)
     if match is None:
@@ -155,7 +194,7 @@ def _open_hub(source: str, column: str | None, split: str | None, evaluation: bo
         )
     split = split or (evaluation_split if evaluation else "train")
     limit = C4_DOCUMENTS if evaluation and source == "c4" else None
-    streaming = limit is not None or (streamed and not evaluation)
+    streaming = limit is not None or (streamed and partial)
     name = f"{source} ({split})"
 
     def load() -> Any:
@@ -174,7 +213,7 @@ def _read_dataset(load: Callable[[], Any], name: str, column: str | None) -> Ite
     try:
         dataset = load()
         needed = _needed(dataset.column_names or (), column)  # decoding the other columns may cost much
-        yield from _documents(_column(dataset.select_columns(needed) if needed else dataset, name, column), name)
+        yield from _alike(_Reader(name, column).documents(dataset.select_columns(needed) if needed else dataset), name)
     except CalibrationError:
         raise
     except (OSError, DatasetsError, ValueError, RuntimeError) as error:
@@ -185,52 +224,133 @@ def _read_dataset(load: Callable[[], Any], name: str, column: str | None) -> Ite
 
 
 def _needed(names: Sequence[str], column: str | None) -> list[str] | None:
-    """Return the one column to read, where the names of all columns tell."""
-    return next(([name] for name in ([column] if column else COLUMNS) if name in names), None)
+    """Return the column to read, and what tells padding, where the names of all columns tell."""
+    found = next((name for name in ([column] if column else COLUMNS) if name in names), None)
+    if found is None:
+        return None
+    return [found, *(name for name in names if (found, name) == ("input_ids", "attention_mask"))]
 
 
-def _column(records: Iterable[Any], name: str, column: str | None) -> Iterator[Any]:
-    """Yield one column of records that have columns, and others as they are; the first record says which column."""
-    for number, record in enumerate(records):
-        if not isinstance(record, Mapping):
-            yield record
-            continue
-        present = ", ".join(map(repr, record)) or "none"
-        if column is None:
-            found = _needed(list(record), None) or [key for key, value in record.items() if isinstance(value, str)]
-            if len(found) != 1:
-                raise CalibrationError(
-                    f"{name} has none of the columns {', '.join(COLUMNS)}, and {len(found)} others with text; name one "
-                    f"with column: {present}"
-                )
-            column = found[0]
-        if column not in record:
-            raise CalibrationError(f"record {number} of {name} has no column {column!r}; its columns are {present}")
-        yield record[column]
+class _Reader:
+    """What turns any items into documents; the first record says which column holds them.
 
+    Args:
+        name: Of the source, for error messages.
+        column: The column; None finds it.
+    """
 
-def _documents(values: Iterable[Any], name: str) -> Iterator[Document]:
-    for number, value in enumerate(values):
-        document = _document(value)
-        if document is None:
+    def __init__(self, name: str, column: str | None) -> None:
+        self._name, self._column = name, column
+        self._number, self._item = 0, None
+
+    def documents(self, items: Iterable[Any]) -> Iterator[Document]:
+        """Yield the documents in every item."""
+        for self._number, self._item in enumerate(items):
+            yield from self._inside(self._item, NESTING)
+
+    def _inside(self, value: Any, depth: int, mask: Any = None) -> Iterator[Document]:
+        """Yield the documents in a text, a chat, token ids (with the mask that tells their padding), or what has such.
+
+        Records are looked into at their column, batches at each entry, at most `depth` times.
+        """
+        if hasattr(value, "tolist") and not isinstance(value, Tensor):  # of numpy
+            value = self._numbers(value.tolist()) if value.dtype.kind in "iu" and value.size else value.tolist()
+        ids = _ids(value)
+        if value is None or isinstance(value, str):
+            yield self._text(value or "")
+        elif isinstance(value, Mapping):
+            column = self._find(value)
+            mask = value.get("attention_mask") if column == "input_ids" else None
+            yield from self._inside(value[column], depth, mask.tolist() if hasattr(mask, "tolist") else mask)
+        elif ids is not None:
+            yield from self._rows(ids, mask)
+        elif _is_chat(value):
+            yield Chat(value, f"document {self._number} of {self._name}")
+        elif depth and isinstance(value, Sequence) and not isinstance(value, bytes):
+            masks = [None] * len(value) if mask is None else mask
+            if not isinstance(masks, Sequence) or len(masks) != len(value):
+                raise self._refusal()
+            for entry, its in zip(value, masks, strict=True):
+                yield from self._inside(entry, depth - 1, its)
+        else:
+            raise self._refusal()
+
+    def _text(self, text: str) -> str:
+        try:
+            text.isascii() or text.encode()
+        except UnicodeEncodeError as error:
             raise CalibrationError(
-                f"document {number} of {name} is {reprlib.repr(value)}; it must be text, a chat (a list of messages "
-                "with 'role' and 'content') or a list of token ids (whole numbers)"
+                f"document {self._number} of {self._name} holds half of a surrogate pair, character {error.start}, "
+                "which no file in UTF-8 can; read it again with the right encoding"
+            ) from error
+        return text
+
+    def _rows(self, ids: Tensor, mask: Any) -> Iterator[Tensor]:
+        """Yield one document, or ready samples: ids with a mask, or in two dimensions."""
+        kept = torch.ones_like(ids) if mask is None else self._numbers(mask)
+        if kept.shape != ids.shape:
+            raise self._refusal()
+        if mask is None and ids.ndim == 1:
+            yield ids
+            return
+        length = ids.shape[-1]
+        for row, its in zip(ids.reshape(-1, length), kept.reshape(-1, length).bool(), strict=True):
+            yield row[its][None]
+
+    def _numbers(self, values: Any) -> Tensor:
+        try:
+            return torch.tensor(values)
+        except (RuntimeError, TypeError, ValueError) as error:  # ragged, too large, or no numbers
+            raise self._refusal() from error
+
+    def _find(self, record: Mapping[Any, Any]) -> str:
+        """Return the column of a record that holds documents."""
+        if self._column is None:
+            texts = [key for key, value in record.items() if isinstance(value, str)]
+            found = _needed(list(record), None) or texts
+            if found is texts and len(texts) != 1:
+                raise CalibrationError(
+                    f"{self._name} has none of the columns {', '.join(COLUMNS)}, and {len(texts)} others with text; "
+                    f"name one with column: {_names(record)}"
+                )
+            self._column = found[0]
+        if self._column not in record:
+            raise CalibrationError(
+                f"record {self._number} of {self._name} has no column {self._column!r}; its columns are "
+                f"{_names(record)}"
             )
-        yield document
+        return self._column
+
+    def _refusal(self) -> CalibrationError:
+        return CalibrationError(f"document {self._number} of {self._name} is {_shown(self._item)}; it must be {_KINDS}")
 
 
-def _document(value: Any) -> Document | None:
-    if value is None or isinstance(value, str):
-        return value or ""
+def _ids(value: Any) -> Tensor | None:
+    """Return token ids, int64, that are a tensor or a list of whole numbers; None for anything else."""
     if isinstance(value, Tensor):
         whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
-        return value.detach().to("cpu", torch.int64) if whole and value.ndim == 1 else None
-    if isinstance(value, Sequence) and not isinstance(value, bytes):
-        if not value:
-            return ""
-        if all(isinstance(item, Mapping) and "role" in item for item in value):
-            return value
-        if all(type(item) is int and -(1 << 63) <= item < 1 << 63 for item in value):
-            return torch.tensor(value, dtype=torch.int64)
+        return value.detach().to("cpu", torch.int64) if whole and value.ndim else None
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
+        return None
+    if all(isinstance(item, Integral) and not isinstance(item, bool) for item in value):
+        return torch.tensor(value, dtype=torch.int64) if -(1 << 63) <= min(value) <= max(value) < 1 << 63 else None
     return None
+
+
+def _is_chat(value: Any) -> bool:
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
+        return False
+    return all(isinstance(item, Mapping) and "role" in item for item in value)
+
+
+def _shown(value: Any) -> str:
+    """Return a value for a message, whatever its size."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # a number of thousands of digits
+        return f"a {type(value).__name__} with a huge number"
+
+
+def _names(keys: Iterable[Any]) -> str:
+    listed = [reprlib.repr(key) for key in keys]
+    return (", ".join(listed[:8]) or "none") + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")

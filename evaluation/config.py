@@ -21,13 +21,13 @@ class Evaluation:
             encoder's documents are cut to that length.
         stride: Tokens from the start of one window to the start of the next; by default windows do not overlap. Not
             for encoders.
-        max_windows: Use only so many windows, from the start of the text; by default all.
+        max_windows: Use only so many windows, from the start of the text, of which no more is read; by default all.
         batch_size: Windows per forward pass.
         device: "cpu", "cuda" or, for example, "cuda:1"; "auto" takes a GPU if there is one.
         backend: What runs the quantized layers; it is an error if one that is named cannot run all of them.
         dtype: Type of the activations; "auto" is the checkpoint's own, but float32 instead of float16 on a CPU.
         column: Column that holds the text, in structured files and data sets; by default found by its name.
-        split: Split of a Hub data set; by default "test".
+        split: Split of a data set that has several; by default "test".
         trust_remote_code: Run the Python code that comes with a float model.
 
     Raises:

@@ -99,7 +99,9 @@ def evaluate(
             documents = load_documents(dataset, tokenizer, sequence_length=length, limit=config.max_windows, **where)
             scores = compare_embeddings(model, reference, documents, pooling=_pooling(folders), **how)
         else:
-            tokens = load_text(dataset, tokenizer, **where)
+            step, windows = config.stride or length, config.max_windows
+            limit = None if windows is None else length + (windows - 1) * step
+            tokens = load_text(dataset, tokenizer, limit=limit, **where)
             how |= {"stride": config.stride, "max_windows": config.max_windows}
             scores = score(model, tokens, reference=reference, **how)
     choice = getattr(model, "gptqkit_backend", None)

@@ -3,12 +3,16 @@
 import copy
 import csv
 import inspect
+import itertools
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -144,7 +148,14 @@ def test_columns_are_found_by_name_or_named(tmp_path, read):
         ("a.json", b"[" * 100_000, "recursion depth"),
         ("a.json", b'{"text": "x"}', "it must hold a list; if it has one record per line, name it .jsonl"),
         ("a.json", b"[[1, 1e3]]", r"document 0 of .*a\.json is \[1, 1000\.0\]; it must be text"),
-        ("a.json", b"[[9999999999999999999]]", "it must be text, a chat .* or a list of token ids"),
+        (
+            "a.json",
+            b"[[1], [9999999999999999999]]",
+            r"document 1 of .*a\.json is \[9999999999999999999\]; .*whole numbers of 64",
+        ),
+        ("a.json", b"[" * 90 + b"]" * 90, r"document 0 of .*a\.json is \[+\.\.\.\]+; it must be text"),
+        ("a.json", b"[" + b"9" * 5000 + b"]", r"a\.json cannot be read as \.json: Exceeds the limit"),
+        ("a.jsonl", b'"text"\n"\\ud800"', r"document 1 of .*a\.jsonl holds half of a surrogate pair"),
         ("a.jsonl", b'"x"\n{', r"line 2 of .*a\.jsonl cannot be read"),
         ("a.csv", b'text\n"x', r"a\.csv cannot be read as \.csv"),
         ("a.txt", b"", "holds no token"),
@@ -182,7 +193,7 @@ def test_missing_files_and_empty_folders(tmp_path, tokenizer):
             load_text(source, tokenizer)
     with pytest.raises(CalibrationError, match="is or holds no file that can be read"):
         load_text(tmp_path, tokenizer)
-    with pytest.raises(CalibrationError, match="split is 'test', but only data sets of the Hub"):
+    with pytest.raises(CalibrationError, match="split is 'test', but only data sets with several splits"):
         load_text(tmp_path, tokenizer, split="test")
 
 
@@ -192,10 +203,13 @@ def test_ready_samples_from_files(tmp_path):
     save_file({"input_ids": ids + 16}, tmp_path / "b.safetensors")
     assert draw(tmp_path, None, samples=3, seed=9).flatten().tolist() == list(range(24))
     save_file({"input_ids": torch.arange(6).view(2, 3)}, tmp_path / "c.safetensors")
-    with pytest.raises(CalibrationError, match="samples of 3 tokens, and sequence_length is 8"):
-        draw(tmp_path, None, samples=9)
+    samples = load_samples(Calibration(tmp_path, samples=9), None, sequence_length=99)
+    assert samples.input_ids[-1, :3].tolist() == [3, 4, 5]
+    assert samples.attention_mask.sum(1).tolist() == [8, 8, 8, 8, 3, 3]
+    with pytest.raises(CalibrationError, match="samples of 8 tokens, and sequence_length is 16"):
+        draw(tmp_path, None, samples=9, sequence_length=16)
     (tmp_path / "d.txt").write_text("text")
-    with pytest.raises(CalibrationError, match=r"both text and \.safetensors files"):
+    with pytest.raises(CalibrationError, match=r"both text and ready samples .*\.safetensors files"):
         draw(tmp_path, None)
 
 
@@ -224,29 +238,175 @@ def test_chats_go_through_the_template(tokenizer, chatting, tmp_path):
     dataset.to_parquet(tmp_path / "chats.parquet")
     for source in ([CHAT], tmp_path / "chats.parquet", dataset):
         assert load_text(source, chatting).tolist() == expected
-    with pytest.raises(CalibrationError, match=r"does not fit the tokenizer .*chat_template is not set"):
+    with pytest.raises(CalibrationError, match=r"does not fit the tokenizer's .*chat_template is not set"):
         load_text([CHAT], tokenizer)
-    chatting.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(CalibrationError, match=r"the list does not fit .*: roles must alternate"):
-        load_text([CHAT], chatting)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages | length / 0 }}", "division by zero"),
+        ("{{ messages[7].content }}", "no element 7"),
+        ("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}", "more than 0.5 seconds"),
+        ("{{ messages[0].role * (5000000000 // 4) }}", "MemoryError"),
+    ],
+)
+def test_templates_that_fail_are_one_line_that_names_the_row(chatting, tmp_path, monkeypatch, template, message):
+    monkeypatch.setattr("gptqkit.calibration.chats.SECONDS", 0.5)
+    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": CHAT}) + "\n" + json.dumps({"messages": CHAT[:1]}))
+    chatting.chat_template = f"{{% if messages | length == 2 %}}fine{{% else %}}{template}{{% endif %}}"
+    with pytest.raises(CalibrationError, match=rf"^document 1 of {path} does not fit the tokenizer's .*{message}"):
+        load_text(path, chatting)
+    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)) == before
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         ([], r"^\[\] cannot be read; give a file, a folder"),
-        ([1, 2], "document 0 of the list is 1; it must be .* a list of token ids"),
-        (CHAT, r"document 0 of the list is \{.*a chat \(a list of messages"),
         (["text", 3.5], r"document 1 of the list is 3\.5"),
         ([[True, False]], "whole numbers"),
         (b"bytes", "b'bytes' cannot be read"),
         (torch.zeros(4), r"document 0 of the tensor is tensor\(\[0\."),
-        (torch.zeros(1, 2, 3, dtype=torch.int64), r"cannot be read; .* \(1-D, or 2-D for ready samples\)"),
+        (7, "7 cannot be read"),
+        ([[10**5000]], "document 0 of the list is a list with a huge number; it must be"),
+        ([[[[[1]]]]], r"document 0 of the list is \[\[\[\[1\]\]\]\]; it must be"),
+        ([{"text": b"caf"}], r"document 0 of the list is \{'text': b'caf'\}; it must be text"),
+        (np.array([[1.5]]), r"document 0 of the source is array\(\[\[1\.5\]\]\); it must be"),
+        (np.array([1 << 63], dtype=np.uint64), "whole numbers of 64 bits"),
+        ([{"input_ids": [1, 2], "attention_mask": [1]}], "document 0 of the list is"),
+        ([{"input_ids": [1, 2], "attention_mask": "11"}], "document 0 of the list is"),
     ],
 )
 def test_sources_of_no_known_kind(source, message):
     with pytest.raises(CalibrationError, match=message):
         load_text(source, None)
+
+
+TEXTS = ["one ship", "two ships sailed", "three", "four ships in the harbour"]
+
+
+def rows_of(samples):
+    mask = torch.ones_like(samples.input_ids).bool() if samples.attention_mask is None else samples.attention_mask
+    return [ids[kept].tolist() for ids, kept in zip(samples.input_ids, mask, strict=True)]
+
+
+def test_what_a_tokenizer_returns_are_samples_without_their_padding(tokenizer, tmp_path):
+    """As GPTQModel and AutoGPTQ take it: one encoding or many, in any container that is in use."""
+    expected = [tokenizer(text)["input_ids"] for text in TEXTS]
+    left = copy.deepcopy(tokenizer)
+    left.padding_side = "left"
+    encodings = [tokenizer(text) for text in TEXTS]
+    tensors = [tokenizer(text, return_tensors="pt") for text in TEXTS]
+    dataset = datasets.Dataset.from_list([{**encoding, "text": 3} for encoding in encodings]).remove_columns("text")
+    dataset.to_parquet(tmp_path / "a.parquet")
+    padded = tokenizer(TEXTS, return_tensors="pt", padding=True)
+    loader = torch.utils.data.DataLoader(dataset.with_format("torch"), batch_size=1)
+    wide = torch.utils.data.DataLoader(
+        encodings, batch_size=3, collate_fn=lambda rows: tokenizer.pad(rows, return_tensors="np")
+    )
+    for number, source in enumerate(
+        [
+            encodings,
+            [dict(encoding) for encoding in encodings],
+            tensors,
+            [encoding["input_ids"] for encoding in tensors],  # (1, n)
+            [encoding["input_ids"].numpy() for encoding in tensors],
+            tokenizer(TEXTS),  # ragged
+            padded,
+            dict(padded),
+            left(TEXTS, return_tensors="np", padding=True),
+            [padded],
+            dataset,
+            dataset.to_iterable_dataset(),
+            datasets.DatasetDict(train=dataset, test=dataset.select([0])),
+            tmp_path / "a.parquet",
+            loader,
+            wide,
+            (encoding for encoding in tensors),
+        ]
+    ):
+        samples = load_samples(Calibration(source, seed=number), None, sequence_length=99)
+        assert rows_of(samples) == expected, number
+        assert samples.input_ids.shape[1] == max(map(len, expected))
+
+
+def test_texts_chats_and_ids_come_in_any_container(chatting, read):
+    records = [{"text": text} for text in TEXTS]
+    batches = torch.utils.data.DataLoader(TEXTS, batch_size=3)
+    for source in (TEXTS, tuple(TEXTS), records, {"text": TEXTS}, np.array(TEXTS), batches, iter(TEXTS), [TEXTS]):
+        assert read(source, limit=4) == TEXTS
+    split = datasets.DatasetDict(
+        train=datasets.Dataset.from_list(records), test=datasets.Dataset.from_list(records[:2])
+    )
+    assert read(split) == TEXTS[:2]
+    assert read(split, split="train") == TEXTS
+    with pytest.raises(CalibrationError, match="no split 'dev', but 'train', 'test'; name one with split"):
+        read(split, split="dev")
+    expected = chatting.backend_tokenizer.encode(RENDERED, add_special_tokens=False).ids
+    for source in (CHAT, [CHAT], [{"messages": CHAT}], {"messages": [CHAT]}, {"messages": CHAT}):
+        assert load_text(source, chatting).tolist() == expected
+    for source in (
+        [1, 2, 3],
+        [[1, 2], [3]],
+        [np.array([1, 2]), [np.int64(3)]],
+        np.array([1, 2, 3]),
+        {"input_ids": [[1, 2], [3]]},
+    ):
+        assert load_text(source, None).tolist() == [1, 2, 3]
+
+
+def test_names_of_files_in_a_list_are_files(tmp_path, read):
+    (tmp_path / "a.txt").write_text("one ship")
+    (tmp_path / "b.txt").write_text("two ships")
+    assert read([str(tmp_path / "b.txt"), tmp_path / "a.txt"]) == ["two ships", "one ship"]
+    with pytest.raises(DatasetUnavailableError, match=r"there is no file or folder .*none\.jsonl"):
+        read([str(tmp_path / "a.txt"), str(tmp_path / "none.jsonl")])
+    assert read(["I read a.txt", "and slept"]) == ["I read a.txt", "and slept"]
+
+
+def test_a_part_of_a_text_is_read_and_encoded_no_further_than_needed(tokenizer):
+    class Source:
+        read = 0
+
+        def __iter__(self):
+            for number in range(10**9):
+                self.read += 1
+                yield f"{number} ships sailed out of the harbour."
+
+    source = Source()
+    whole = load_text(list(itertools.islice(source, 500)), tokenizer)
+    source.read = 0
+    assert load_text(source, tokenizer, limit=300).equal(whole[:300])
+    assert source.read < 150
+    with pytest.raises(CalibrationError, match="may have no end; say how much of it you need"):
+        load_text(source, tokenizer)
+
+
+def test_text_is_cut_before_it_is_encoded(tokenizer, monkeypatch):
+    """One word of any size takes no more memory at once than a piece does."""
+    given = []
+
+    def counting(text, **options):
+        given.append(text)
+        return tokenizer(text, **options)
+
+    monkeypatch.setattr("gptqkit.calibration.samples.PIECE", 1000)
+    word, text = "ship" * 5000, "the ship sailed " * 1000
+    for source in (word, text):
+        del given[:]
+        assert tokenizer.decode(load_text([source], counting)) == source
+        assert "".join(given) == source
+        assert max(map(len, given)) <= 1000
+    assert all(piece.startswith(" ") for piece in given[1:])
+    assert load_text([text], counting).equal(torch.tensor(tokenizer(text, verbose=False)["input_ids"]))
+    del given[:]
+    assert draw([word], counting, samples=1, concatenate=False).shape == (1, 8)
+    assert len(load_documents([word], counting, sequence_length=8, limit=2)) == 2
+    assert sum(map(len, given)) < 1000
 
 
 class Hub:

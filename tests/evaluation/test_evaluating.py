@@ -26,6 +26,16 @@ def test_perplexity_of_a_text_file(example_model, tokenizer, small_text, text_fi
     assert scores.perplexity == pytest.approx(math.exp(sum(losses) / 6), rel=1e-5)
 
 
+@pytest.mark.parametrize("stride", [None, 40])
+def test_of_a_text_without_end_only_the_windows_asked_for_are_read(example_model, small_text, stride):
+    lines, read = small_text.splitlines() * 40, []
+    source = (read.append(line) or line for line in lines)
+    how = Evaluation(sequence_length=64, max_windows=3, stride=stride, device="cpu")
+    part, whole = (evaluate(example_model, each, how) for each in (source, lines))
+    assert (part.tokens, part.perplexity) == (whole.tokens, whole.perplexity)
+    assert len(read) < len(lines) / 8
+
+
 def test_a_loaded_model_runs_in_evaluation_mode_and_is_left_as_it_was(example_model, text_file):
     model, tokenizer = load_float(example_model, device="cpu")
     model.train()
