@@ -205,6 +205,7 @@ def test_blocks_and_kinds_without_end_are_not_drawn(draw):
     assert sum(tag == "rect" for tag, _ in page.elements) < 1000
     assert "5,425 more kinds of modules and blocks are not drawn." in page.texts
     assert len(png) < 1 << 20
+    assert pixels(draw({"modules": blocks[:22]})[2])  # where the number of the last block has no room
 
 
 @pytest.mark.parametrize(
