@@ -34,7 +34,9 @@ def test_the_table_and_json_have_what_evaluate_and_inspect_say(checkpoints, exam
     folders = [str(checkpoints / "b4"), str(checkpoints / "b2")]
     command = ["compare", *folders, "--dataset", str(text), *LENGTH]
     assert cli.main([*command, "--reference", str(example_model), "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    output = capsys.readouterr()
+    answer = json.loads(output.out)
+    assert re.findall(r"^evaluate (\w+): 2 of 2", output.err, re.MULTILINE) == ["b4", "b2"]
     assert loaded == [(str(example_model),)]
     how = gptqkit.Evaluation(sequence_length=64, max_windows=2, device="cpu")
     for folder, row in zip(folders, answer["checkpoints"], strict=True):

@@ -181,7 +181,7 @@ def test_what_was_not_measured_is_left_out(draw, tmp_path):
     code, _, _, error = draw(report)
     assert code == 1
     assert "has no errors to draw" in error
-    assert cli.main(["report", str(tmp_path / "quantization_report.json")]) == 0
+    assert cli.main(["report", str(tmp_path)]) == 0
     text = (tmp_path / "quantization_report.html").read_text(encoding="utf-8")
     assert "No errors were measured" in text
     assert not [word for word in ("None", "nan", "Perplexity", "experts") if word in text]
@@ -252,6 +252,13 @@ def test_reports_with_anything_in_them_are_drawn_or_refused(draw):
         assert error.count("\n") == code
         codes.append(code)
     assert set(codes) == {0, 1}
+
+
+def test_a_link_that_came_with_a_checkpoint_is_replaced_and_not_followed(draw, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / "quantization_report.html").symlink_to(tmp_path / "mine.txt")
+    assert draw(small_report())[0] == 0
+    assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
 def test_no_report_is_one_line(tmp_path, capsys):

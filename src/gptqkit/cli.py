@@ -317,8 +317,10 @@ def _compare(arguments: argparse.Namespace) -> None:
 def _report(arguments: argparse.Namespace) -> None:
     import gptqkit
 
-    folder = arguments.checkpoint if arguments.checkpoint.is_dir() else arguments.checkpoint.parent
-    files = {arguments.html or folder / "quantization_report.html": gptqkit.report_html(arguments.checkpoint).encode()}
+    page, beside = gptqkit.report_html(arguments.checkpoint), arguments.checkpoint / "quantization_report.html"
+    if arguments.html is None:
+        beside.unlink(missing_ok=True)  # a link that came with a downloaded checkpoint is not followed
+    files = {arguments.html or beside: page.encode()}
     if arguments.png is not None:
         files[arguments.png] = gptqkit.report_png(arguments.checkpoint)
     for file, data in files.items():

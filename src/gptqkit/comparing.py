@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ def compare(
         dataset: As for `evaluate`.
         config: All settings of the evaluation; None for the defaults.
         reference: The float model to compare with, as a directory, Hub id or loaded model. Encoders need one.
-        progress: Called after every batch.
+        progress: Called after every batch; every checkpoint is a stage.
 
     Raises:
         ConfigError: The checkpoints are of several models, or settings that cannot be.
@@ -79,10 +80,15 @@ def compare(
             checkpoint=path,
             size=summary.packed_bytes + summary.other_bytes,
             bits_per_weight=summary.bits_per_weight,
-            scores=evaluate(path, dataset, config, reference=reference, progress=progress),
+            scores=evaluate(path, dataset, config, reference=reference, progress=_named(path, progress)),
         )
         for path, summary in zip(paths, summaries, strict=True)
     ]
+
+
+def _named(path: Path, progress: ProgressCallback) -> ProgressCallback:
+    """Let every checkpoint be a stage of its own, which begins anew."""
+    return lambda step: progress(dataclasses.replace(step, stage=f"evaluate {path.name}"))
 
 
 def _check_same_model(shapes: Sequence[tuple[str, Mapping[str, Any]]]) -> None:

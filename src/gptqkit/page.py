@@ -55,7 +55,7 @@ def report_html(checkpoint: str | Path) -> str:
     """Return a page about a quantization: errors against plain rounding, experts, perplexity, how to load, settings.
 
     Args:
-        checkpoint: A directory with a quantization_report.json, or such a file.
+        checkpoint: A directory with a quantization_report.json.
 
     Raises:
         CheckpointError: There is no report, or it is damaged.
@@ -79,7 +79,7 @@ def report_png(checkpoint: str | Path) -> bytes:
     """Return the heat map of a quantization's errors against plain rounding, on white, for a model card.
 
     Args:
-        checkpoint: A directory with a quantization_report.json, or such a file.
+        checkpoint: A directory with a quantization_report.json.
 
     Raises:
         CheckpointError: There is no report, it is damaged, or it has no errors.
@@ -92,7 +92,7 @@ def report_png(checkpoint: str | Path) -> bytes:
 
 def _read(path: Path) -> tuple[dict[str, Any], list[Module]]:
     """Return a report and its modules; the values that the page counts on have their types."""
-    file = path / REPORT if path.is_dir() else path
+    file = path / REPORT
     report = read_json(file)
     kinds = {"model": str, "config": dict, "versions": dict, "left_in_float": list, "modules": list, "perplexity": list}
     for key, kind in kinds.items():
