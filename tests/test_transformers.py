@@ -104,7 +104,7 @@ def test_into_its_own_folder_in_shards_and_back(checkpoint, checkpoints):
     before = files(checkpoint)
     model.config.use_cache = False
     model.generation_config.max_new_tokens = 7
-    model.save_pretrained(str(checkpoint), max_shard_size="20 KB", safe_serialization=True)
+    model.save_pretrained(str(checkpoint), max_shard_size="20KB", safe_serialization=True)
     assert len(set(read(checkpoint / "model.safetensors.index.json")["weight_map"].values())) > 3
     assert not (checkpoint / "model.safetensors").exists()
     assert files(checkpoint)["README.md"] == before["README.md"]
@@ -197,9 +197,13 @@ def test_copies_and_casts_are_saved_and_no_model_is_kept_alive(checkpoint, tmp_p
     copies["pickled"].save_pretrained(tmp_path / "again")
 
 
-def test_packed_layers_of_a_gpu_are_saved(gpu, checkpoint, tmp_path):
+def test_on_a_gpu(gpu, checkpoint, tmp_path):
     model = gptqkit.load(checkpoint, device=gpu, dtype="float16")[0]
-    assert model.gptqkit_backend.name == "cuda"
+    for device in (gpu, 0, "auto"):
+        theirs = AutoModelForCausalLM.from_pretrained(checkpoint, device_map=device)
+        assert theirs.gptqkit_backend.name == "cuda"
+        assert theirs.device == model.device
+        assert torch.equal(outputs(theirs), outputs(model))
     model.save_pretrained(tmp_path / "again")
     assert_same_tensors(tmp_path / "again", checkpoint)
 

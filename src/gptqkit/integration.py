@@ -1,8 +1,8 @@
 """Checkpoints in `from_pretrained` of transformers, as soon as gptqkit and transformers are both imported.
 
 transformers keeps a table of quantizers by the method that config.json names. `import gptqkit` must not import
-transformers, so it looks whether that table is there already, and otherwise puts a finder in front of those that find
-modules, which enters our quantizer when the table is imported and is then gone. Nothing else of transformers changes.
+transformers, so where that table is not there already, a finder stands in front of those that find modules, and enters
+our quantizer once the table was executed. Nothing else of transformers changes.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _TABLE = "transformers.quantizers.auto"
 
 
 class _Finder(MetaPathFinder):
-    """Finds the table where Python's own finder does, and lets our quantizer be entered when it was executed."""
+    """Finds the table where others do, and lets our quantizer be entered after its execution."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -25,7 +25,8 @@ class _Finder(MetaPathFinder):
         """Return None for every other module."""
         if fullname != _TABLE:
             return None
-        spec = PathFinder.find_spec(fullname, path, target)
+        others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
@@ -34,12 +35,11 @@ class _Finder(MetaPathFinder):
                 _enter(module)
 
             spec.loader.exec_module = execute_and_enter  # type: ignore[method-assign]
-            sys.meta_path.remove(self)
         return spec
 
 
 def enter_quantizer() -> None:
-    """Let transformers load our checkpoints with our kernels, from now on or from its import on."""
+    """Let transformers load GPTQ checkpoints with our kernels, from now on or from its import on."""
     table = sys.modules.get(_TABLE)
     if table is not None:
         _enter(table)

@@ -50,7 +50,8 @@ def load(
 
     Every quantized module is a `QuantLinear`; float weights are never made for them first. No code from the checkpoint
     is executed. The model has two attributes beside its own: `gptqkit_backend`, a `BackendChoice` (also logged to
-    "gptqkit" at INFO), and `gptqkit_quantization_config`, the checkpoint's quantization config.
+    "gptqkit" at INFO), and `gptqkit_quantization_config`, the checkpoint's quantization config. Its `save_pretrained`
+    writes the checkpoint again, codes and scales to the bit, or refuses.
 
     Args:
         path: A directory that gptqkit, GPTQModel, AutoGPTQ or optimum wrote, in one of `FORMATS`.

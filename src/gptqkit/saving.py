@@ -143,6 +143,10 @@ def _write_configs(model: Any, checkpoint: Checkpoint, directory: Path) -> None:
 
 
 def _bytes(size: int | str) -> int:
+    """Return what may be in a file, from a number or a text such as "500MB" (transformers') or "1GiB" (ours)."""
+    decimal = re.fullmatch(r"(\d+)([KMGT])B", str(size).upper())
+    if decimal is not None:
+        size = int(decimal[1]) * 1000 ** (" KMGT".index(decimal[2]))
     try:
         return min(size if isinstance(size, int) else parse_size(size), MAX_SHARD_BYTES)
     except ValueError as error:

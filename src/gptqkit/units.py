@@ -20,16 +20,15 @@ def size_text(size: int) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes in `8GiB`, `500 MB` or a plain number.
+    """Return the bytes in `8GiB`, `500 MiB` or a plain number.
 
-    >>> parse_size("8GiB"), parse_size("500 MB"), parse_size("4096")
-    (8589934592, 500000000, 4096)
+    >>> parse_size("8GiB"), parse_size("500 MiB"), parse_size("4096")
+    (8589934592, 524288000, 4096)
 
     Raises:
         ValueError: It is no size.
     """
-    match = re.fullmatch(r"(\d+) ?(?:([KMGT])(i?)B)?", text)
+    match = re.fullmatch(r"(\d+) ?(|KiB|MiB|GiB|TiB)", text)
     if match is None:
         raise ValueError(f"{text!r} is no size; give one such as 8GiB or 500MiB")
-    size: int = int(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")
-    return size
+    return int(match[1]) << (10 * ("", "KiB", "MiB", "GiB", "TiB").index(match[2]))
