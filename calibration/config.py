@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from ..errors import ConfigError
@@ -34,7 +34,7 @@ class Calibration:
         ConfigError: `samples` or `sequence_length` is not positive, or `seed` is out of range.
     """
 
-    source: Any
+    source: Any = field(repr=False)  # perhaps a book
     _: KW_ONLY
     samples: int = 128
     sequence_length: int | None = None

@@ -23,6 +23,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CalibrationError, DatasetUnavailableError
+from ..hub import is_local
+from ..settings import did_you_mean
 from .chats import Chat
 
 Document: TypeAlias = str | Chat | Tensor
@@ -192,6 +194,8 @@ def _open_hub(source: str, column: str | None, split: str | None, evaluation: bo
             f"(organisation/name, or organisation/name:configuration) or one of {', '.join(SHORTHANDS)}; "
             "to use the string itself as text, put it into a list"
         )
+    if is_local(path.partition(":")[0]):
+        raise DatasetUnavailableError(f"there is no file or folder {source}")
     split = split or (evaluation_split if evaluation else "train")
     limit = C4_DOCUMENTS if evaluation and source == "c4" else None
     streaming = limit is not None or (streamed and partial)
@@ -217,8 +221,9 @@ def _read_dataset(load: Callable[[], Any], name: str, column: str | None) -> Ite
     except CalibrationError:
         raise
     except (OSError, DatasetsError, ValueError, RuntimeError) as error:
+        meant = did_you_mean(name.partition(" ")[0], SHORTHANDS)
         raise DatasetUnavailableError(
-            f"{name} cannot be read: {error}; check its name, its split and its configuration "
+            f"{name} cannot be read: {error}{meant or ';'} check its name, its split and its configuration "
             "(organisation/name:configuration), the network and your rights, or give a local file"
         ) from error
 

@@ -28,6 +28,7 @@ class Evaluation:
         dtype: Type of the activations; "auto" is the checkpoint's own, but float32 instead of float16 on a CPU.
         column: Column that holds the text, in structured files and data sets; by default found by its name.
         split: Split of a data set that has several; by default "test".
+        revision: Branch, tag or commit of a model on the Hub; by default the main branch. Not of the reference.
         trust_remote_code: Run the Python code that comes with a float model.
 
     Raises:
@@ -43,6 +44,7 @@ class Evaluation:
     dtype: str = field(default="auto", metadata={"choices": DTYPES})
     column: str | None = None
     split: str | None = None
+    revision: str | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:

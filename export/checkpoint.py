@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..hub import fetch
 from ..quantizer.quantized import QuantizedWeight
 from .card import model_card, pipeline_tag
 from .formats import Declared, Format, LayerSpec, declared_format, find_format
@@ -39,11 +40,11 @@ class Checkpoint:
     """
 
     path: Path
-    model_config: dict[str, Any]
-    quantization_config: dict[str, Any]
+    model_config: dict[str, Any] = field(repr=False)
+    quantization_config: dict[str, Any] = field(repr=False)
     declared: Declared
-    layers: dict[str, LayerSpec]
-    other_names: list[str]
+    layers: dict[str, LayerSpec] = field(repr=False)
+    other_names: list[str] = field(repr=False)
     tensors: Shards = field(repr=False)
 
     @property
@@ -72,17 +73,19 @@ class Checkpoint:
         return self.tensors.below(name, ("bias",)).get("bias")
 
 
-def open_checkpoint(path: Path | str) -> Checkpoint:
+def open_checkpoint(path: Path | str, *, revision: str | None = None) -> Checkpoint:
     """Open the checkpoint in the directory `path`, checking configs, index, headers, shapes, dtypes and g_idx.
 
+    A `path` that is the id of a model on the Hub is fetched into the Hub's cache, of the branch, tag or commit
+    `revision`.
+
     Raises:
+        DatasetUnavailableError: There is no such directory, nor such a model on the Hub.
         CheckpointError: A file is missing, damaged, contradictory or of an unknown format; the message names the file
             or the tensor.
         OSError: A file that cannot be read.
     """
-    path = Path(path)
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory; give the directory that holds config.json")
+    path = fetch(path, revision)
     model_config = read_json(path / "config.json")
     values = _quantization_config(path, model_config)
     declared = find_format(declared_format(values, str(path))).read_config(values, str(path))

@@ -12,17 +12,29 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, ConversionError, ShapeError
+from ..hub import fetch
 from ..quantizer.config import QuantizeConfig
 from .checkpoint import REPORT, Checkpoint, check_written, matrices, open_checkpoint, write_report
 from .formats import FORMATS, find_format
-from .shards import PICKLES, join_files, read_json, same_bits, write_files, write_json
+from .shards import MAX_SHARD_BYTES, PICKLES, join_files, read_json, same_bits, write_files, write_json
 from .staging import staged
 
 _PART_BYTES = 1 << 30
 
 
-def convert(source: Path | str, target: Path | str, *, format: str, overwrite: bool = False) -> None:  # noqa: A002
+def convert(
+    source: Path | str,
+    target: Path | str,
+    *,
+    format: str,  # noqa: A002
+    overwrite: bool = False,
+    revision: str | None = None,
+    shard_size: int = MAX_SHARD_BYTES,
+) -> None:
     """Write the checkpoint in `source` to the directory `target` in another of `FORMATS`, without loss.
+
+    `source` is a directory, or the id of a model on the Hub, of which `revision` is taken. `shard_size` is the largest
+    size of a file in bytes.
 
     Every layer is unpacked and packed again; all other tensors keep their bytes. Configs are updated, our report and
     model card too. All other files are copied, but for pickles, hidden files and linked folders. With `overwrite` a
@@ -35,9 +47,10 @@ def convert(source: Path | str, target: Path | str, *, format: str, overwrite: b
         OutputExistsError: `target` exists, and `overwrite` is not set or it holds no quantized model.
         OSError: The disk refused; nothing is left behind.
     """
-    source, target = Path(source), Path(target)
+    target = Path(target)
     if format not in FORMATS:
         raise ConfigError(f"format is {format!r}; choose one of {', '.join(FORMATS)}")
+    source = fetch(source, revision)
     inner, outer = source.resolve(), target.resolve()
     if inner.is_relative_to(outer) or outer.is_relative_to(inner):
         raise ConfigError(f"{target} and {source} lie in one another; choose a target elsewhere")
@@ -46,8 +59,8 @@ def convert(source: Path | str, target: Path | str, *, format: str, overwrite: b
         raise ConversionError(f"{source} is {format} already; there is nothing to convert")
     with staged(target, overwrite=overwrite) as directory:
         _copy(source, directory)
-        parts = write_files(directory / ".part", _tensors(checkpoint, format), _PART_BYTES)
-        join_files(parts, directory)
+        parts = write_files(directory / ".part", _tensors(checkpoint, format), min(shard_size, _PART_BYTES))
+        join_files(parts, directory, shard_size)
         for part in parts:
             part.unlink()
         _write_json(checkpoint, directory, format)

@@ -13,6 +13,7 @@ from typing import Any
 from .checkpoint import Checkpoint, matrices, open_checkpoint
 from .formats import LayerSpec
 from .gptq_config import FUSED, skipped_modules
+from .shards import some
 
 TRANSFORMERS = "transformers+gptqmodel"
 OTHERS = ("GPTQModel", TRANSFORMERS, "vLLM", "SGLang", "AutoGPTQ")
@@ -78,8 +79,8 @@ class CheckpointSummary:
         return dataclasses.asdict(self)
 
 
-def inspect(path: Path | str) -> CheckpointSummary:
-    """Return what the checkpoint in `path` is, without loading its weights.
+def inspect(path: Path | str, *, revision: str | None = None) -> CheckpointSummary:
+    """Return what the checkpoint in `path`, a directory or an id on the Hub, is, without loading its weights.
 
     What other programs can load was found by running them or, for SGLang and the kernels of vLLM, by reading them:
     GPTQModel 7.5, transformers 5.23 with optimum 2.3, vLLM 0.32, SGLang, AutoGPTQ 0.7.1. vLLM and SGLang are meant on
@@ -89,7 +90,7 @@ def inspect(path: Path | str) -> CheckpointSummary:
         CheckpointError: The checkpoint is damaged, contradictory or of an unknown format.
         OSError: A file that cannot be read.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, revision=revision)
     declared, specs = checkpoint.declared, checkpoint.layers.values()
     keys = {f"{name}.{key}" for name in checkpoint.layers for key in checkpoint.format.suffixes}
     packed = [checkpoint.tensor(name) for name in checkpoint.tensors.where if name in keys]
@@ -211,4 +212,4 @@ def _fused_name(name: str) -> str:
 
 
 def _listed(values: Iterable[object]) -> str:
-    return ", ".join(map(str, values))
+    return some(map(str, values))

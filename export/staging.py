@@ -55,7 +55,7 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     """Refuse a target that must not be replaced or cannot be made, before any work starts.
 
     Raises:
-        OutputExistsError: The target exists, and `overwrite` is not set or it holds no quantized model.
+        OutputExistsError: The target is there and not empty, and `overwrite` is not set or it holds no quantized model.
         OSError: No directory can be made there.
     """
     real = Path(os.path.realpath(target))
@@ -64,11 +64,13 @@ def check_target(target: Path, *, overwrite: bool) -> None:
         raise NotADirectoryError(f"{target} cannot be made: {above} is no directory; choose another place")
     if not os.access(above, os.W_OK | os.X_OK):
         raise PermissionError(f"{target} cannot be made: {above} is not writable; choose another place")
-    if not os.path.lexists(target):
+    if os.path.ismount(real):
+        raise OSError(f"{target} is a mount point, in whose place no directory can be put; choose one inside it")
+    if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:
         raise OutputExistsError(f"{target} exists already; choose another directory, or ask to overwrite it")
-    if not target.is_dir() or (any(target.iterdir()) and not _holds_quantized_model(target)):
+    if not target.is_dir() or not _holds_quantized_model(target):
         raise OutputExistsError(
             f"{target} holds something else than a quantized model, so it is not overwritten; choose another directory"
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..export.formats import FORMATS
+from ..settings import settings_of
 from .methods import METHODS
 
 BITS = (2, 3, 4, 8)
@@ -68,7 +69,7 @@ class QuantizeConfig:
             stopping.
         lm_head: Quantize the output layer too, unless it is tied to the embedding.
         overrides: Settings for single modules by regular expression, matched with `re.search` against the module's full
-            name; the first match counts.
+            name; the first match counts. Each is a `ModuleOverride` or a dictionary of its fields.
         format: Checkpoint format; "gptq" is version 1, which has no zero point 0.
 
     Raises:
@@ -121,9 +122,11 @@ class QuantizeConfig:
             raise ConfigError(f"alpha is {self.alpha}; it must lie between 0 and 1 (0.25 is published)")
         if self.block_size < 1:
             raise ConfigError(f"block_size is {self.block_size}; it must be positive")
-        for pattern, override in self.overrides.items():
-            if not isinstance(override, ModuleOverride):
-                raise ConfigError(f"the override of {pattern!r} is {override!r}; give a ModuleOverride")
+        if not isinstance(self.overrides, Mapping):
+            raise ConfigError(f"overrides is {self.overrides!r}; give a dictionary of settings by pattern")
+        overrides = {pattern: settings_of(ModuleOverride, override) for pattern, override in self.overrides.items()}
+        object.__setattr__(self, "overrides", overrides)
+        for pattern in overrides:
             try:
                 re.compile(pattern)
             except re.error as error:
@@ -157,11 +160,7 @@ class QuantizeConfig:
         Raises:
             ConfigError: A key that is no setting, or a bad value.
         """
-        overrides = values.get("overrides", {})
-        try:
-            return cls(**{**values, "overrides": {key: ModuleOverride(**each) for key, each in overrides.items()}})
-        except TypeError as error:
-            raise ConfigError(f"these are no settings: {error}") from error
+        return settings_of(cls, values)
 
 
 def _check_bits(bits: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import ShapeError
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class QuantizedWeight:
     """A weight matrix as integer codes: value = code * scale + offset.
 
@@ -53,6 +53,10 @@ class QuantizedWeight:
                     f"{name} is {tensor.dtype} {tuple(tensor.shape)}; codes of shape {(rows, columns)} with groups of "
                     f"{self.group_size} need {dtype} {shape}"
                 )
+
+    def __repr__(self) -> str:
+        settings = f"bits={self.bits}, group_size={self.group_size}, sym={self.sym}"
+        return f"QuantizedWeight({self.codes.shape[0]} x {self.codes.shape[1]}, {settings})"
 
     @property
     def out_features(self) -> int:

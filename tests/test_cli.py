@@ -104,7 +104,7 @@ def test_every_setting_is_an_option_and_has_the_default_of_its_class(kind, setti
 
 
 def test_settings_that_are_typed_in_a_form_of_their_own(settings):
-    command = "quantize model out --group-size -1 --max-shard-bytes 3MiB --calibration a.txt --calibration b.json"
+    command = "quantize model out --group-size -1 --shard-size 3MiB --calibration a.txt --calibration b.json"
     words = ["--override", "(?:up|down)_proj:bits=8,group_size=-1", "--skip", r"\.0\.", "--override", r"\.0\.:bits=3"]
     found = settings([*command.split(), *words])
     config = found[gptqkit.QuantizeConfig]
@@ -114,7 +114,9 @@ def test_settings_that_are_typed_in_a_form_of_their_own(settings):
         (r"\.0\.", gptqkit.ModuleOverride(skip=True)),
     ]
     assert found[gptqkit.Calibration].source == [Path("a.txt"), Path("b.json")]
-    assert found[Run].max_shard_bytes == 3 << 20
+    assert found[Run].shard_size == 3 << 20
+    for command in (["quantize", "model", "out"], ["evaluate", "model", "--dataset", "a.txt"]):
+        assert settings([*command, "--tokenizer", "org/tokenizer"])[str] == "org/tokenizer"
     assert gptqkit.Calibration not in settings(QUANTIZE)
 
 
@@ -130,7 +132,7 @@ def test_settings_that_are_typed_in_a_form_of_their_own(settings):
         "inspect folder --js",
         "quantize model out --desc-act --act-group-aware",
         "quantize model out --calibration a.txt --samples 0",
-        "quantize model out --max-shard-bytes 8XB",
+        "quantize model out --shard-size 8XB",
         "quantize model out --override bits=4",
         "quantize model out --override down_proj:",
         "quantize model out --override down_proj:skip=1",
@@ -151,6 +153,37 @@ def test_usage_errors_are_two_lines_and_2(typed, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert re.fullmatch(r"(gptqkit( \w+)?): usage error: .+\nTry '\1 --help'\.\n", captured.err)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("quantise model out", "quantize"),
+        ("quantize model out --bit 3", "--bits"),
+        ("quantize model out --max-shard-size=3MiB", "--shard-size"),
+        ("quantize model out --method gtpq", "gptq"),
+        ("evaluate model --datset a.txt", "--dataset"),
+        ("inspect folder --jsn", "--json"),
+    ],
+)
+def test_what_was_misspelt_is_asked_for(typed, meant, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(typed.split())
+    assert f"; did you mean {meant}?\nTry " in capsys.readouterr().err
+
+
+def test_sigterm_ends_a_command_like_ctrl_c():
+    script = (
+        "import gptqkit, os, signal, sys, time\n"
+        "from gptqkit import cli\n"
+        "def inspect(*_, **__):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(60)\n"
+        "gptqkit.inspect = inspect\n"
+        "sys.exit(cli.main(['inspect', 'folder']))\n"
+    )
+    done = run([sys.executable, "-c", script])
+    assert (done.returncode, done.stderr) == (130, "gptqkit: interrupted\n")
 
 
 @pytest.mark.parametrize(
@@ -251,7 +284,7 @@ def test_help_loads_nothing_heavy_and_reads_as_it_is_typed():
     assert done.stdout.count("exit codes:") == 8
     assert "`" not in done.stdout
     text = " ".join(done.stdout.split())
-    assert re.search(r"--max-shard-bytes SIZE .* \(default: 4GiB\)", text)
+    assert re.search(r"--shard-size SIZE .* \(default: 4GiB\)", text)
     assert "--mse, --no-mse" in text
     assert not re.search("[a-z]_act", text)
 

@@ -3,8 +3,12 @@
 import dataclasses
 import io
 import re
+import sys
+import types
+from pathlib import Path
 
 import pytest
+import torch
 
 import gptqkit
 from gptqkit.display import ProgressDisplay, quantization_summary
@@ -66,6 +70,15 @@ def test_bars_on_a_terminal(monkeypatch):
     assert "write: 100%" in text
 
 
+def test_bars_in_a_notebook(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    stream = io.StringIO()
+    display = gptqkit.ProgressDisplay(stream)
+    evaluate(display)
+    display.close()
+    assert "evaluate: 100%" in stream.getvalue()
+
+
 PLAIN = gptqkit.ModuleReport(
     name="plain",
     layer=0,
@@ -123,3 +136,29 @@ def test_a_summary_says_what_happened_and_nothing_else():
         ["left-out samples", "1"],
         ["perplexity on book.txt", "12.346"],
     ]
+
+
+def test_of_many_names_a_few_are_shown():
+    bad = [dataclasses.replace(PLAIN, name=f"m{number}", worse_than_rounding=True) for number in range(300)]
+    shown = quantization_summary(dataclasses.replace(REPORT, modules=bad, left_in_float=[row.name for row in bad]))
+    assert shown.count("300 of them: m0, m1, m2, m3, ...") == 2
+    assert max(map(len, shown.splitlines())) < 120
+
+
+def test_records_are_shown_in_a_line_or_two():
+    """As a notebook shows the last value of a cell."""
+    report = dataclasses.replace(REPORT, modules=[PLAIN] * 300)
+    result = gptqkit.QuantizeResult(report, Path("out"))
+    weight = gptqkit.QuantizedWeight(
+        codes=torch.zeros(64, 64, dtype=torch.uint8),
+        scale=torch.ones(64, 2),
+        offset=torch.zeros(64, 2),
+        group_index=torch.zeros(64, dtype=torch.int32),
+        bits=4,
+        group_size=32,
+        sym=True,
+    )
+    for record in (report, result, weight, gptqkit.Calibration(["text"] * 10000)):
+        assert repr(record).startswith(type(record).__name__)
+        assert len(repr(record)) < 400
+    assert repr(weight) == "QuantizedWeight(64 x 64, bits=4, group_size=32, sym=True)"

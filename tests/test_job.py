@@ -12,7 +12,7 @@ import pytest
 
 import gptqkit
 from gptqkit import identity, job
-from gptqkit.errors import DoesNotFitError, OutputExistsError, ResumeError
+from gptqkit.errors import ArchitectureError, CheckpointError, DoesNotFitError, OutputExistsError, ResumeError
 from gptqkit.job import work_path
 from support.jobs import (
     CASES,
@@ -226,6 +226,43 @@ def test_two_processes_are_not_at_work_on_one_job(job_models, undisturbed, tmp_p
     assert contents(out) == undisturbed("gptq")[1]
 
 
+def test_a_finished_job_is_not_resumed_but_reported(job_models, undisturbed, tmp_path, caplog):
+    out, steps = tmp_path / "out", []
+    first = quantize(job_models, "gptq", out).report.to_dict()
+    with caplog.at_level(logging.INFO, "gptqkit"):
+        again = quantize(job_models, "gptq", out, resume=True, progress=steps.append).report.to_dict()
+    assert f"{out} was finished before" in caplog.text
+    assert not steps
+    for report in (first, again):
+        for part in (report, *report["modules"]):
+            del part["seconds"]
+    assert again == first
+    assert contents(out) == undisturbed("gptq")[1]
+    with pytest.raises(OutputExistsError, match=r"another job's: config\.bits was 3, now 4"):
+        quantize(job_models, "gptq", out, resume=True, settings={"bits": 4})
+    (out / "quantization_report.json").write_text('{"config": {}}')
+    with pytest.raises(CheckpointError, match=r"quantization_report\.json is damaged"):
+        quantize(job_models, "gptq", out, resume=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (KeyboardInterrupt, "resume the job"),
+        (OSError, "resume the job"),
+        (Stop, "resume the job"),
+        (DoesNotFitError, "resume the job"),
+        (ArchitectureError, "resumed, the job would fail again"),
+        (CheckpointError, "resumed, the job would fail again"),
+    ],
+)
+def test_resuming_is_advised_where_it_can_help(job_models, tmp_path, caplog, error, advice):
+    with pytest.raises(error):
+        quantize(job_models, "rtn", tmp_path / "out", progress=at(8, partial(stop, error)))
+    assert f"1 finished blocks are kept in {work_path(tmp_path / 'out')}; {advice}" in caplog.text
+
+
 def test_a_target_that_exists_is_never_harmed(job_models, undisturbed, tmp_path):
     out = tmp_path / "out"
     quantize(job_models, "rtn", out)
@@ -240,10 +277,11 @@ def test_a_target_that_exists_is_never_harmed(job_models, undisturbed, tmp_path)
     quantize(job_models, "gptq", out, overwrite=True, resume=True)
     assert contents(out) == undisturbed("gptq")[1]
     late = tmp_path / "late"
+    made = late / "made"
     with pytest.raises(OutputExistsError, match="exists already"):  # somebody else makes it while the job runs
-        quantize(job_models, "gptq", late, progress=at(21, late.mkdir))
-    assert list(late.iterdir()) == []
-    late.rmdir()
+        quantize(job_models, "gptq", late, progress=at(21, lambda: made.mkdir(parents=True)))
+    assert list(late.rglob("*")) == [made]
+    made.rmdir()  # an empty folder is no obstacle
     quantize(job_models, "gptq", late, resume=True, progress=steps.append)
     assert not steps  # every block had been kept
     assert contents(late) == undisturbed("gptq")[1]

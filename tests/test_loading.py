@@ -40,7 +40,7 @@ def expected(checkpoint, tmp_path):
 
 
 def test_the_model_is_ready_to_run(example_model, tmp_path, caplog):
-    config, run = gptqkit.QuantizeConfig(method="rtn"), gptqkit.Run(device="cpu", max_shard_bytes=1_000_000)
+    config, run = gptqkit.QuantizeConfig(method="rtn"), gptqkit.Run(device="cpu", shard_size=1_000_000)
     out = gptqkit.quantize(example_model, None, tmp_path / "q", config, run=run).path
     assert len(list(out.glob("*.safetensors"))) > 1
     twin = dequantized(out, example_model, tmp_path / "dense")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .calibration.config import Calibration as Calibration
     from .comparing import Comparison as Comparison
     from .comparing import compare as compare
+    from .display import ProgressDisplay as ProgressDisplay
     from .errors import ArchitectureError as ArchitectureError
     from .errors import BackendError as BackendError
     from .errors import CalibrationError as CalibrationError
@@ -59,6 +60,7 @@ _HOMES = {
     "api": "QuantizeResult quantize",
     "calibration.config": "Calibration",
     "comparing": "Comparison compare",
+    "display": "ProgressDisplay",
     "errors": "ArchitectureError BackendError CalibrationError CheckpointError ConfigError ConversionError "
     "DatasetUnavailableError DoesNotFitError GptqkitError NonFiniteError OutputExistsError RankError ResumeError "
     "ShapeError SingularHessianError",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,15 +19,16 @@ from .calibration.batches import out_of_memory
 from .calibration.config import Calibration
 from .calibration.samples import Samples, load_samples, load_text
 from .distributed import Processes, join
-from .errors import ArchitectureError, CalibrationError, ConfigError, DoesNotFitError
+from .errors import ArchitectureError, CalibrationError, ConfigError, DoesNotFitError, OutputExistsError
 from .evaluating import check_length, default_length, evaluate, is_encoder
 from .evaluation.config import Evaluation
 from .evaluation.perplexity import cut_windows
-from .export.checkpoint import public_name, write_report
+from .export.checkpoint import REPORT, public_name, write_report
+from .export.shards import read_json, some
 from .export.staging import check_target
-from .identity import check_agreement, identity_of
+from .identity import check_agreement, differences, identity_of
 from .job import Job, work_path
-from .loading import choose_device, load_tokenizer
+from .loading import choose_device, load_tokenizer, open_tokenizer
 from .memory import estimate
 from .model import FloatModel
 from .pipeline import Pipeline
@@ -35,6 +37,9 @@ from .quantizer.config import QuantizeConfig
 from .quantizer.methods import find_method
 from .report import QuantizationReport
 from .run import Run
+from .settings import settings_of
+
+_LOG = logging.getLogger("gptqkit")
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +59,9 @@ def quantize(
     model: str | Path | PreTrainedModel,
     calibration: Any,
     out: str | Path,
-    config: QuantizeConfig | None = None,
+    config: QuantizeConfig | Mapping[str, Any] | None = None,
     *,
-    run: Run | None = None,
+    run: Run | Mapping[str, Any] | None = None,
     tokenizer: Any = None,
     evaluate_on: Any = None,
     progress: ProgressCallback = silent,
@@ -65,17 +70,20 @@ def quantize(
 
     A model in a folder or on the Hub is never in memory as a whole: the weights of each block are read when its turn
     comes. Finished blocks are kept in a work directory, `.NAME.gptqkit-work` beside `out`, from which an interrupted
-    job can be resumed. Every block is read back and run on its packed layers before it counts. Under `torchrun`,
-    processes that make the same call share the work; rank 0 writes and reports progress, and all get the result.
+    job can be resumed; what is finished already is left as it is then, and its report returned. Every block is read
+    back and run on its packed layers before it counts. Under `torchrun`, processes that make the same call share the
+    work; rank 0 writes and reports progress, and all get the result.
 
     Args:
         model: Hub id or folder of a float model, or a loaded one, which goes through a temporary folder.
         calibration: A `Calibration`, or a source as in its `source`, with the defaults; None where the method needs no
             calibration, which then reports no errors.
         out: Folder for the checkpoint.
-        config: All settings of the quantization; None for the defaults.
-        run: Where and how it is run; None for the defaults.
-        tokenizer: For a loaded model; otherwise found beside the model.
+        config: All settings of the quantization, as `QuantizeConfig` or a dictionary of its fields; None for the
+            defaults.
+        run: Where and how it is run, likewise.
+        tokenizer: For a loaded model, or instead of the one beside the model: a tokenizer, or the folder or Hub id of
+            one.
         evaluate_on: A text or data set: measure the finished checkpoint's perplexity and record it. Not for encoders,
             which have none.
         progress: Called once per module, and while evaluating.
@@ -87,7 +95,7 @@ def quantize(
         DoesNotFitError: There is too little memory or disk, as estimated or in fact; the message names what would help.
         GptqkitError: Settings, text, model or files that do not fit; see `errors`.
     """
-    config, run, out = config or QuantizeConfig(), run or Run(), Path(out)
+    config, run, out = settings_of(QuantizeConfig, config or {}), settings_of(Run, run or {}), Path(out)
     if calibration is not None and not isinstance(calibration, Calibration):
         calibration = Calibration(calibration)
     if not isinstance(model, (str, Path, PreTrainedModel)):
@@ -95,12 +103,19 @@ def quantize(
     if calibration is None and find_method(config.method).needs:
         raise CalibrationError(f"method {config.method!r} needs calibration text; only 'rtn' works without")
     with join(choose_device(run.device)) as processes, _on_disk(model) as (path, name):
+        if run.resume and not run.overwrite:
+            with processes.together():
+                done = _finished(out, config, name)
+            done = processes.gather(done)[0]
+            if done is not None:
+                return QuantizeResult(done, out)
         with processes.together():
             if not (run.resume and work_path(out).exists()):
                 check_target(out, overwrite=run.overwrite)
-            source = FloatModel(path, trust_remote_code=run.trust_remote_code)
+            source = FloatModel(path, trust_remote_code=run.trust_remote_code, revision=run.revision)
             if tokenizer is None:
                 tokenizer = load_tokenizer(source.path, trust_remote_code=run.trust_remote_code)
+            tokenizer = open_tokenizer(tokenizer, trust_remote_code=run.trust_remote_code)
             samples = None if calibration is None else _samples(source, calibration, tokenizer)
             length = default_length(source.model) if samples is None else samples.input_ids.shape[1]
             text = None if evaluate_on is None else _text(source, evaluate_on, tokenizer, length)
@@ -122,7 +137,7 @@ def quantize(
             report = pipeline.report(name, seed=0 if calibration is None else calibration.seed)
             with processes.together():
                 if processes.rank == 0:
-                    staged = assemble(job.folder, job.records, source, config, tokenizer, run.max_shard_bytes)
+                    staged = assemble(job.folder, job.records, source, config, tokenizer, run.shard_size)
                     if text is not None:
                         how = Evaluation(sequence_length=length, device=str(processes.device))
                         scores = evaluate(staged, text, how, progress=progress).to_dict()
@@ -131,6 +146,21 @@ def quantize(
                     job.publish(staged)
         report = processes.gather(report)[0]
     return QuantizeResult(report, out)
+
+
+def _finished(out: Path, config: QuantizeConfig, name: str) -> QuantizationReport | None:
+    """Return the report of a finished checkpoint of the same model and settings; None where there is none."""
+    if work_path(out).exists() or not (out / REPORT).exists():
+        return None
+    report = QuantizationReport.from_dict(read_json(out / REPORT))
+    before = {"model": report.model, "config": report.config.to_dict()}
+    different = differences(before, {"model": name, "config": config.to_dict()})
+    if different:
+        raise OutputExistsError(
+            f"{out} is finished, but is another job's: {some(different)}; choose another directory, or overwrite it"
+        )
+    _LOG.info("%s was finished before; there is nothing to resume", out)
+    return report
 
 
 @contextmanager

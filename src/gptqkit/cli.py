@@ -14,10 +14,12 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -35,6 +37,7 @@ from .evaluation.config import Evaluation
 from .export.formats import FORMATS
 from .quantizer.config import ModuleOverride, QuantizeConfig
 from .run import Run
+from .settings import did_you_mean
 from .units import parse_size, size_text
 from .version import __version__
 
@@ -45,7 +48,7 @@ exit codes:
   0    done
   1    failed: one line on standard error says why, and --verbose shows where
   2    usage error
-  130  interrupted (Ctrl-C)
+  130  interrupted (Ctrl-C, SIGTERM)
 
 Results go to standard output, progress and messages to standard error.
 """
@@ -57,7 +60,10 @@ SOURCES = (
 )
 
 MODEL = "folder of a transformers model, or its id on the Hub"
-NEW = "folder to write; new, unless --overwrite is given"
+NEW = "folder to write; new or empty, unless --overwrite is given"
+QUANTIZED = "folder of a quantized model, or its id on the Hub"
+REVISION = "branch, tag or commit of a model on the Hub"
+TOKENIZER = "folder of a tokenizer, or its id on the Hub (default: that of the model)"
 CALIBRATION = f"text to calibrate on, which every method but rtn needs: {SOURCES}. May be repeated for several files"
 REFERENCE = "float model to compare with, by KL divergence and top-1 agreement, or by the embeddings of an encoder"
 OVERRIDE = (
@@ -67,9 +73,26 @@ OVERRIDE = (
 
 
 class _Parser(argparse.ArgumentParser):
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse unknown options here, where the command's own are known."""
+        self._given = sys.argv[1:] if args is None else args
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found, rest
+
     def error(self, message: str) -> NoReturn:
         """Print two lines, not the whole usage, and exit with 2."""
-        self.exit(2, f"{self.prog}: usage error: {message}\nTry '{self.prog} --help'.\n")
+        options = [word.partition("=")[0] for word in self._given if word.startswith("--")]
+        wrong = [option for option in options if option not in self._option_string_actions]
+        choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if choice:
+            message += did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]))
+        elif wrong and self._subparsers is None:
+            message += did_you_mean(wrong[0], self._option_string_actions)
+        self.exit(2, f"{self.prog}: usage error: {' '.join(message.split())}\nTry '{self.prog} --help'.\n")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -91,6 +114,7 @@ def parser() -> argparse.ArgumentParser:
     quantize.add_argument(
         "--evaluate-on", metavar="SOURCE", help="also measure the checkpoint's perplexity on this text"
     )
+    quantize.add_argument("--tokenizer", metavar="TOKENIZER", help=TOKENIZER)
     _add_settings(quantize)
 
     plan = _add_command(commands, _plan, "estimate the memory and disk space that quantizing a model needs")
@@ -103,6 +127,7 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("model", metavar="MODEL", help="folder of a model, quantized or not, or its id on the Hub")
     evaluate.add_argument("--dataset", required=True, metavar="SOURCE", help=f"text to measure on: {SOURCES}")
     evaluate.add_argument("--reference", metavar="MODEL", help=REFERENCE)
+    evaluate.add_argument("--tokenizer", metavar="TOKENIZER", help=TOKENIZER)
     evaluate.add_argument("--json", action="store_true", help="print JSON")
     _add_fields(evaluate, Evaluation)
 
@@ -126,14 +151,18 @@ def parser() -> argparse.ArgumentParser:
     )
 
     look = _add_command(commands, _inspect, "show a checkpoint's format, bits and sizes, and which programs load it")
-    look.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder of a quantized model")
+    look.add_argument("checkpoint", metavar="CHECKPOINT", help=QUANTIZED)
+    look.add_argument("--revision", metavar="NAME", help=REVISION)
     look.add_argument("--json", action="store_true", help="print JSON")
 
     convert = _add_command(commands, _convert, "write a checkpoint in another format, exactly or not at all")
-    convert.add_argument("source", metavar="IN", type=Path, help="folder of a quantized model")
+    convert.add_argument("source", metavar="IN", help=QUANTIZED)
     convert.add_argument("target", metavar="OUT", type=Path, help=NEW)
     convert.add_argument("--format", choices=list(FORMATS), required=True, help="format of OUT")
     convert.add_argument("--overwrite", action="store_true", help="replace OUT if it is a quantized checkpoint")
+    convert.add_argument("--revision", metavar="NAME", help=REVISION)
+    limit = "largest size of the files of OUT (default: 4GiB)"
+    convert.add_argument("--shard-size", metavar="SIZE", type=_size, default=4 << 30, help=limit)
     return root
 
 
@@ -176,7 +205,7 @@ def _add_fields(group: argparse._ActionsContainer, kind: type) -> None:
                 "store_true" if shown is False or "off" in field.metadata else argparse.BooleanOptionalAction
             )
             shown = "on" if shown else None
-        elif field.name.endswith("_bytes"):
+        elif "size" in field.metadata:
             how |= {"type": _size, "metavar": "SIZE"}
             shown = size_text(shown).replace(".00 ", "")
         else:
@@ -210,7 +239,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     _log_to_stderr(arguments.verbose)
     try:
-        arguments.work(arguments)
+        with _terminable():
+            arguments.work(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("gptqkit: interrupted", file=sys.stderr)
@@ -241,6 +271,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
         logging.getLogger("gptqkit").setLevel(logging.ERROR)
     with closing(ProgressDisplay()) as progress:
         how: dict[str, Any] = {"run": run, "evaluate_on": arguments.evaluate_on, "progress": progress}
+        how["tokenizer"] = arguments.tokenizer
         result = gptqkit.quantize(arguments.model, calibration, arguments.out, config, **how)
     if speaks:
         print(quantization_summary(result.report))
@@ -266,9 +297,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     import gptqkit
 
     with closing(ProgressDisplay()) as progress:
-        scores = gptqkit.evaluate(
-            arguments.model, arguments.dataset, config, reference=arguments.reference, progress=progress
-        )
+        how: dict[str, Any] = {"reference": arguments.reference, "tokenizer": arguments.tokenizer}
+        scores = gptqkit.evaluate(arguments.model, arguments.dataset, config, **how, progress=progress)
     question = {"model": arguments.model, "dataset": arguments.dataset, "reference": arguments.reference}
     answer = {**question, **scores.to_dict()}
     print(json.dumps(answer, indent=2) if arguments.json else key_values(answer))
@@ -310,14 +340,15 @@ def _report(arguments: argparse.Namespace) -> None:
 def _inspect(arguments: argparse.Namespace) -> None:
     import gptqkit
 
-    summary = gptqkit.inspect(arguments.checkpoint).to_dict()
+    summary = gptqkit.inspect(arguments.checkpoint, revision=arguments.revision).to_dict()
     print(json.dumps(summary, indent=2) if arguments.json else checkpoint_summary(summary))
 
 
 def _convert(arguments: argparse.Namespace) -> None:
     import gptqkit
 
-    gptqkit.convert(arguments.source, arguments.target, format=arguments.format, overwrite=arguments.overwrite)
+    names = ("format", "overwrite", "revision", "shard_size")
+    gptqkit.convert(arguments.source, arguments.target, **{name: getattr(arguments, name) for name in names})
     print(f"written to {arguments.target}")
 
 
@@ -367,6 +398,19 @@ def _override(text: str) -> tuple[str, ModuleOverride]:
 
 def _skip(text: str) -> tuple[str, ModuleOverride]:
     return text, ModuleOverride(skip=True)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end a process like Ctrl-C; those of a launcher it ends at once, even while they wait for another."""
+    if "WORLD_SIZE" in os.environ or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _log_to_stderr(verbose: bool) -> None:

@@ -17,6 +17,7 @@ from .export.inspect import inspect
 from .export.shards import read_json
 from .loading import load_float
 from .progress import ProgressCallback, silent
+from .settings import settings_of
 
 _SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "n_embd", "n_layer")
 
@@ -46,7 +47,7 @@ class Comparison:
 def compare(
     checkpoints: Sequence[str | Path],
     dataset: Any,
-    config: Evaluation | None = None,
+    config: Evaluation | Mapping[str, Any] | None = None,
     *,
     reference: Any | None = None,
     progress: ProgressCallback = silent,
@@ -64,7 +65,7 @@ def compare(
         ConfigError: The checkpoints are of several models, or settings that cannot be.
         GptqkitError: As `evaluate` and `inspect`.
     """
-    config = config or Evaluation()
+    config = settings_of(Evaluation, config or {})
     paths = [Path(path) for path in checkpoints]
     if not paths:
         raise ConfigError("there is no checkpoint to compare; give at least one")

@@ -5,17 +5,18 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TextIO
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any, TextIO
 
 from .progress import Progress
-from .report import ModuleReport, QuantizationReport
+from .report import QuantizationReport
 from .units import size_text
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 
 class ProgressDisplay:
-    """A progress callback that draws bars on a terminal, and writes one line per layer anywhere else.
+    """A progress callback that draws bars on a terminal and in notebooks, and writes a line per layer anywhere else.
 
     Lines end with the seconds since the stage began, and about how many are left.
 
@@ -36,7 +37,9 @@ class ProgressDisplay:
             self.close()
             self._stage, self._began = step.stage, time.monotonic()
             self._done_before = self._told = step.done - 1
-            if self._stream.isatty():
+            if self._stream.isatty() or "ipykernel" in sys.modules:
+                from tqdm.auto import tqdm  # a widget where there are widgets
+
                 settings: dict[str, Any] = {"total": step.total, "initial": step.done - 1, "dynamic_ncols": True}
                 self._bar = tqdm(desc=step.stage, file=self._stream, **settings)
         if self._bar is not None:
@@ -106,12 +109,12 @@ def quantization_summary(report: QuantizationReport) -> str:
         "mean error": sum(errors.values()) / len(errors) if errors else None,
         "mean error of rounding": sum(rounding) / len(rounding) if rounding else None,
         "largest error": f"{_text(errors[worst])} in {worst}" if errors else None,
-        "worse than plain rounding": _names(module for module in modules if module.worse_than_rounding),
-        "damping raised": _names(module for module in modules if module.damp_escalations),
+        "worse than plain rounding": _names(module.name for module in modules if module.worse_than_rounding),
+        "damping raised": _names(module.name for module in modules if module.damp_escalations),
         "dead input columns": sum(module.dead_columns for module in modules) or None,
-        "experts with few tokens": f"{_names(few)}{fewest}" if few else None,
+        "experts with few tokens": f"{_names(module.name for module in few)}{fewest}" if few else None,
         "left in floating point": f"{left:.1%} of the weights in the blocks" if left > 0 else None,
-        "Linears that compute something else": ", ".join(report.left_in_float) or None,
+        "Linears that compute something else": _names(report.left_in_float),
         "left-out samples": report.excluded_samples or None,
     }
     return key_values(summary | {f"perplexity on {row['dataset']}": row["perplexity"] for row in report.perplexity})
@@ -199,5 +202,8 @@ def _text(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _names(modules: Iterable[ModuleReport]) -> str | None:
-    return ", ".join(module.name for module in modules) or None
+def _names(names: Iterable[str]) -> str | None:
+    """Return a few names, of many also their number; the report has them all."""
+    listed = list(names)
+    few = ", ".join(listed[:4])
+    return f"{len(listed)} of them: {few}, ..." if len(listed) > 4 else few or None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from .evaluation.compare import Scores, score
 from .evaluation.config import Evaluation
 from .evaluation.embeddings import EmbeddingScores, Pooling, compare_embeddings
 from .export.shards import read_json
-from .loading import is_quantized, load, load_float
+from .hub import fetch
+from .loading import is_quantized, load, load_float, open_tokenizer
 from .progress import ProgressCallback, silent
+from .settings import settings_of
 
 LONGEST_DEFAULT = 2048
 
@@ -34,7 +36,7 @@ _POOLINGS: dict[object, Pooling] = {  # "pooling_mode" says which or, formerly, 
 def evaluate(
     model: Any,
     dataset: Any,
-    config: Evaluation | None = None,
+    config: Evaluation | Mapping[str, Any] | None = None,
     *,
     reference: Any | None = None,
     tokenizer: Any | None = None,
@@ -52,9 +54,10 @@ def evaluate(
         model: Directory of a quantized checkpoint; directory or Hub id of a float model; or a loaded model, which runs
             where it is.
         dataset: A text file, a data set, or any other source of `Calibration`.
-        config: All settings of the evaluation; None for the defaults.
+        config: All settings of the evaluation, as `Evaluation` or a dictionary of its fields; None for the defaults.
         reference: The float model to compare with, as a directory, Hub id or loaded model. Encoders need one.
-        tokenizer: Needed where the model is a loaded one or has none, and `dataset` is text.
+        tokenizer: A tokenizer, or the folder or Hub id of one. Needed where the model is a loaded one or has none, and
+            `dataset` is text.
         progress: Called after every batch, counted in windows.
 
     Returns:
@@ -67,11 +70,15 @@ def evaluate(
         CheckpointError: Files that are damaged or contradict each other, or a pooling that is not known here.
         DatasetUnavailableError: A model or data set that cannot be found or fetched.
     """
-    config = config or Evaluation()
-    folders = [Path(each) for each in (model, reference) if isinstance(each, (str, Path))]
-    folder = folders[0] if isinstance(model, (str, Path)) else None
+    config = settings_of(Evaluation, config or {})
+    if isinstance(model, (str, Path)):
+        model = fetch(model, config.revision)
+    if isinstance(reference, (str, Path)):
+        reference = fetch(reference)
+    folders = [each for each in (model, reference) if isinstance(each, Path)]
+    folder = model if isinstance(model, Path) else None
     model, own_tokenizer = _open(model, config, config.backend)
-    tokenizer = own_tokenizer if tokenizer is None else tokenizer
+    tokenizer = own_tokenizer if tokenizer is None else open_tokenizer(tokenizer)
     encoder = is_encoder(model, folder)
     if encoder and reference is None:
         raise ConfigError(
@@ -132,8 +139,8 @@ def _pooling(folders: Iterable[Path]) -> Pooling:
 
 
 def _open(model: Any, config: Evaluation, backend: str) -> tuple[Any, Any | None]:
-    """Return the model behind a path, an id or itself, and its tokenizer if it brings one."""
-    if not isinstance(model, (str, Path)):
+    """Return the model in a folder, or itself, and its tokenizer if it brings one."""
+    if not isinstance(model, Path):
         return model, None
     if is_quantized(model):
         return load(model, device=config.device, backend=backend, dtype=config.dtype)

@@ -34,7 +34,7 @@ import torch
 from .assembly import record_of
 from .calibration.cache import ActivationCache
 from .distributed import Processes
-from .errors import OutputExistsError, RankError, ResumeError
+from .errors import GptqkitError, OutputExistsError, RankError, ResumeError
 from .export.checkpoint import Checkpoint
 from .export.shards import read_json, some
 from .export.staging import check_target, replace_directory, sync_directory
@@ -95,9 +95,9 @@ class Job:
         if error is None or self._lock < 0:  # it is done, or rank 0's
             return
         if self.records:
-            _LOG.warning(
-                "%d finished blocks are kept in %s; resume the job to go on from there", len(self.records), self.folder
-            )
+            again = isinstance(error, (OSError, MemoryError, RankError)) or not isinstance(error, GptqkitError)
+            advice = "resume the job to go on from there" if again else "resumed, the job would fail again"
+            _LOG.warning("%d finished blocks are kept in %s; %s", len(self.records), self.folder, advice)
             os.close(self._lock)
         else:
             self._discard()

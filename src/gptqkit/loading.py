@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from .architecture import empty_model, explain, model_class, read_config, without_bars
-from .errors import CheckpointError, ConfigError
+from .errors import CheckpointError, ConfigError, DatasetUnavailableError
 from .export.checkpoint import Checkpoint, open_checkpoint
 from .export.names import StoredNames
 from .export.shards import read_json, some
+from .hub import fetch
 from .kernels.backends import check_backend
 from .kernels.linear import make_linear, summarize
 from .model import EmptyModel
@@ -36,6 +37,7 @@ def load(
     device: torch.device | str = "auto",
     backend: str = "auto",
     dtype: torch.dtype | str = "auto",
+    revision: str | None = None,
 ) -> tuple[Any, Any]:
     """Load the model of a quantized checkpoint, in evaluation mode, and its tokenizer (None where it has none).
 
@@ -45,12 +47,14 @@ def load(
     writes the checkpoint again, codes and scales to the bit, or refuses.
 
     Args:
-        path: A directory that gptqkit, GPTQModel, AutoGPTQ or optimum wrote, in one of `FORMATS`.
+        path: A directory that gptqkit, GPTQModel, AutoGPTQ or optimum wrote, in one of `FORMATS`; or the id of such a
+            model on the Hub, which is fetched into the Hub's cache.
         device: "auto" takes the first NVIDIA GPU if there is one, else the CPU.
         backend: "auto" or one of `BACKENDS`. With "auto", a GPU runs the bundled CUDA kernels; where they cannot serve
             a layer, torch does, and the logger warns and says why.
         dtype: Of activations and of all weights that are not quantized. "auto" is the checkpoint's, except that
             float16 becomes float32 on a CPU.
+        revision: Branch, tag or commit of a model on the Hub.
 
     Raises:
         CheckpointError: Files that are damaged or contradict each other; the message names the tensor.
@@ -60,7 +64,7 @@ def load(
     """
     check_backend(backend)
     place = choose_device(device)
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, revision=revision)
     with explain(path):
         config = read_config(checkpoint.path)
         wanted = _choose_dtype(dtype, config.dtype or torch.float16, place)
@@ -184,10 +188,11 @@ def load_float(
     device: torch.device | str = "auto",
     dtype: torch.dtype | str = "auto",
     trust_remote_code: bool = False,
+    revision: str | None = None,
 ) -> tuple[Any, Any]:
     """Load a model that is not quantized, in evaluation mode, and its tokenizer (None where its directory has none).
 
-    `device` and `dtype` are those of `load`.
+    `device`, `dtype` and `revision` are those of `load`.
 
     Raises:
         DatasetUnavailableError: It cannot be found or fetched, or has no safetensors.
@@ -195,7 +200,7 @@ def load_float(
         ArchitectureError: A model that transformers does not know, or only by running its code.
         ConfigError: A device or dtype that cannot be.
     """
-    place = choose_device(device)
+    place, path_or_id = choose_device(device), fetch(path_or_id, revision)
     with explain(path_or_id), without_bars():
         config = AutoConfig.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
         if hasattr(config, "quantization_config"):
@@ -251,3 +256,19 @@ def load_tokenizer(path_or_id: Path | str, *, trust_remote_code: bool) -> Any | 
     if path.is_dir() and not any(file.name.startswith(_TOKENIZER_FILES) for file in path.iterdir()):
         return None
     return AutoTokenizer.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
+
+
+def open_tokenizer(tokenizer: Any, *, trust_remote_code: bool = False) -> Any:
+    """Return a tokenizer as it is, or the one in a folder or of a Hub id.
+
+    Raises:
+        DatasetUnavailableError: There is none.
+    """
+    if not isinstance(tokenizer, (str, Path)):
+        return tokenizer
+    path = fetch(tokenizer, weights=False)
+    with explain(path):
+        found = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    if found is None:
+        raise DatasetUnavailableError(f"{tokenizer} holds no tokenizer; give a folder with tokenizer.json")
+    return found

@@ -29,12 +29,14 @@ from .calibration.config import Calibration
 from .errors import DoesNotFitError
 from .evaluating import check_length, default_length
 from .export.shards import JOINED_BYTES
+from .hub import fetch
 from .loading import choose_device
 from .model import EmptyModel, open_empty
 from .pipeline import PROBE, STATISTICS_BYTES
 from .quantizer.config import QuantizeConfig
 from .quantizer.methods import find_method
 from .run import LARGEST_BATCH, Run
+from .settings import settings_of
 from .targets import Target, find_blocks, find_head, find_targets
 from .units import size_text
 
@@ -104,10 +106,10 @@ class MemoryEstimate:
 def plan(
     model: str | Path,
     out: str | Path | None = None,
-    config: QuantizeConfig | None = None,
+    config: QuantizeConfig | Mapping[str, Any] | None = None,
     *,
     calibration: Calibration | None = None,
-    run: Run | None = None,
+    run: Run | Mapping[str, Any] | None = None,
 ) -> MemoryEstimate:
     """Return what `quantize` with the same arguments needs, and what there is; no weights are read.
 
@@ -121,9 +123,10 @@ def plan(
     Raises:
         GptqkitError: A model or settings that do not fit; see `errors`.
     """
-    config, run = config or QuantizeConfig(), run or Run()
+    config, run = settings_of(QuantizeConfig, config or {}), settings_of(Run, run or {})
     calibration = calibration or Calibration(None)
-    empty = open_empty(model, trust_remote_code=run.trust_remote_code)
+    folder = fetch(model, run.revision, weights=False)
+    empty = open_empty(folder, trust_remote_code=run.trust_remote_code)
     length = calibration.sequence_length or default_length(empty.model)
     check_length(empty.model, length)
     shape = (calibration.samples, length) if find_method(config.method).needs else None
@@ -190,7 +193,7 @@ def estimate(
     if not on_cpu:
         needs["GPU memory"] = {**work, "hidden states": states * (place == "device")}
     largest = max(sum(map(_packed_bytes, part)) for part in parts)
-    joined = output * (2 * largest <= min(run.max_shard_bytes, JOINED_BYTES))
+    joined = output * (2 * largest <= min(run.shard_size, JOINED_BYTES))
     needs["disk"] = {"checkpoint": output, "small files to be joined": joined, "hidden states": 2 * states * processes}
     return MemoryEstimate(
         needs=needs,

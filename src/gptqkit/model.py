@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -24,10 +23,9 @@ from .architecture import empty_model, explain, without_bars
 from .errors import CheckpointError
 from .experts import find_stacked, split_experts, stacked_names
 from .export.names import StoredNames
-from .export.shards import PICKLES, Shards, some
+from .export.shards import Shards, some
+from .hub import UNUSED, fetch
 from .targets import find_blocks, is_tied, output_layer
-
-_OTHER_WEIGHTS = (*PICKLES, ".gguf", ".onnx", ".h5", ".msgpack", ".ot")
 
 
 class EmptyModel:
@@ -139,6 +137,7 @@ class FloatModel:
     Args:
         path_or_id: A directory, or the id of a model on the Hub, whose files are then fetched into the Hub's cache.
         trust_remote_code: Run code that the model brings along.
+        revision: Branch, tag or commit of a model on the Hub.
 
     Attributes:
         path: The directory.
@@ -153,10 +152,10 @@ class FloatModel:
         GptqkitError: As `open_empty` raises.
     """
 
-    def __init__(self, path_or_id: str | Path, *, trust_remote_code: bool = False) -> None:
+    def __init__(self, path_or_id: str | Path, *, trust_remote_code: bool = False, revision: str | None = None) -> None:
         self._code = trust_remote_code
         with explain(path_or_id), without_bars():
-            self.path = _local(path_or_id)
+            self.path = fetch(path_or_id, revision)
             self.empty = open_empty(self.path, trust_remote_code=trust_remote_code)
             self.model = self.empty.model
             self.dtype: torch.dtype = self.model.dtype
@@ -220,7 +219,7 @@ class FloatModel:
         """Copy what belongs to the model beside its weights, but for what is there already and for code."""
         for entry in sorted(self.path.iterdir()):
             there = directory / entry.name
-            weights = entry.name.endswith((*_OTHER_WEIGHTS, ".safetensors", ".index.json"))
+            weights = entry.name.endswith((*UNUSED, ".safetensors", ".index.json"))
             if entry.name.startswith(".") or entry.name == "README.md" or weights:
                 continue
             if entry.is_file() and not there.exists() and (self._code or entry.suffix != ".py"):
@@ -318,13 +317,6 @@ def _misfit(name: str, found: Iterable[int], needed: Iterable[int]) -> Checkpoin
     return CheckpointError(
         f"{name} has shape {tuple(found)}; the model that config.json describes needs {tuple(needed)}"
     )
-
-
-def _local(path_or_id: str | Path) -> Path:
-    path = Path(path_or_id)
-    if path.is_dir():
-        return path
-    return Path(snapshot_download(str(path_or_id), ignore_patterns=[f"*{kind}" for kind in _OTHER_WEIGHTS]))
 
 
 def _digest(file: Path) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .errors import CheckpointError, ConfigError
 from .quantizer.config import QuantizeConfig
 
 
@@ -74,7 +76,7 @@ class QuantizationReport:
     """
 
     model: str
-    config: QuantizeConfig
+    config: QuantizeConfig = field(repr=False)
     samples: int
     sequence_length: int
     seed: int
@@ -85,11 +87,28 @@ class QuantizationReport:
     quantized_weights: int
     device: str
     seconds: float
-    versions: dict[str, str]
-    left_in_float: list[str] = field(default_factory=list)
-    modules: list[ModuleReport] = field(default_factory=list)
-    perplexity: list[dict[str, Any]] = field(default_factory=list)
+    versions: dict[str, str] = field(repr=False)
+    left_in_float: list[str] = field(default_factory=list, repr=False)
+    modules: list[ModuleReport] = field(default_factory=list, repr=False)
+    perplexity: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> QuantizationReport:
+        """Return the report that a checkpoint carries; the times, which it does not carry, are 0.
+
+        Raises:
+            CheckpointError: Values that are no report.
+        """
+        try:
+            rows = [{"seconds": 0.0, **row, "shape": tuple(row["shape"])} for row in values["modules"]]
+            its = {
+                "config": QuantizeConfig.from_dict(values["config"]),
+                "modules": [ModuleReport(**row) for row in rows],
+            }
+            return cls(**{"seconds": 0.0, **values, **its})
+        except (ConfigError, KeyError, TypeError) as error:
+            raise CheckpointError(f"quantization_report.json is damaged, or of another version: {error!r}") from error

@@ -23,8 +23,9 @@ class Run:
         activations: Where to keep hidden states between blocks; "auto" takes the fastest place where they fit.
         overwrite: Replace the output folder if it is a quantized checkpoint.
         resume: Continue the unfinished job for the same output folder, if there is one; the result is the same to the
-            bit.
-        max_shard_bytes: Largest size of the checkpoint's files, unless a single tensor is larger.
+            bit. What is finished is left as it is.
+        shard_size: Largest size of the checkpoint's files in bytes, unless a single tensor is larger.
+        revision: Branch, tag or commit of a model on the Hub; by default the main branch.
         trust_remote_code: Run the Python code that comes with a float model.
 
     Raises:
@@ -36,13 +37,14 @@ class Run:
     activations: str = field(default="auto", metadata={"choices": PLACES})
     overwrite: bool = False
     resume: bool = False
-    max_shard_bytes: int = 4 << 30
+    shard_size: int = field(default=4 << 30, metadata={"size": True})
+    revision: str | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         if self.activations not in PLACES:
             raise ConfigError(f"activations is {self.activations!r}; choose one of {', '.join(PLACES)}")
-        for name in ("batch_size", "max_shard_bytes"):
+        for name in ("batch_size", "shard_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be positive")

@@ -505,6 +505,24 @@ def test_sets_that_cannot_be_had(monkeypatch, tokenizer, raised, message, late):
     assert caught.value.__cause__ is raised
 
 
+@pytest.mark.parametrize(("source", "meant"), [("wikitext-2", "wikitext2"), ("wikitxt2", "wikitext2"), ("c-4", "c4")])
+def test_misspelt_shorthands(monkeypatch, tokenizer, source, meant):
+    def load(*_, **__):
+        raise FileNotFoundError("not on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(DatasetUnavailableError, match=rf"{source} \(train\) .*on the Hub; did you mean {meant}\?"):
+        draw(source, tokenizer)
+
+
+def test_a_name_in_a_folder_that_exists_is_no_data_set(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    with pytest.raises(DatasetUnavailableError, match="there is no file or folder data/books"):
+        load_text("data/books", None)
+    assert hub.fetched == 0
+
+
 @pytest.mark.parametrize("source", ["../some/set", "Call me Ishmael.", "x" * 5000 + " ", "a/b:c:d", "nul\0"])
 def test_strings_that_are_neither_path_nor_data_set(hub, source):
     with pytest.raises(DatasetUnavailableError, match="no existing file or folder, and cannot be a data set"):

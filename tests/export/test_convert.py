@@ -109,6 +109,7 @@ def test_what_is_refused_leaves_nothing_behind(material, tmp_path, faulty_disk):
         with pytest.raises(ConfigError, match="lie in one another"):
             convert(source, target, format="gptq_v2", overwrite=True)
     (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "notes.txt").touch()
     with pytest.raises(OutputExistsError):
         convert(source, tmp_path / "there", format="gptq_v2")
     weight = made.weights["model.layers.0.mlp.down_proj"]

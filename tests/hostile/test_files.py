@@ -7,7 +7,7 @@ import struct
 import pytest
 
 import gptqkit
-from gptqkit.errors import CheckpointError
+from gptqkit.errors import CheckpointError, DatasetUnavailableError
 from gptqkit.export.checkpoint import open_checkpoint
 
 INDEX = "model.safetensors.index.json"
@@ -101,5 +101,5 @@ def test_no_checkpoint_at_all(tmp_path):
             (tmp_path / "config.json").write_text(content)
         with pytest.raises(CheckpointError, match=message):
             gptqkit.inspect(tmp_path)
-    with pytest.raises(CheckpointError, match="is not a directory"):
+    with pytest.raises(DatasetUnavailableError, match=r"there is no folder .*nowhere"):
         gptqkit.inspect(tmp_path / "nowhere")

@@ -22,7 +22,9 @@ from gptqkit.quantizer.config import ModuleOverride, QuantizeConfig
         ({"bits": 4.0}, "bits is 4.0"),
         ({"group_size": "128"}, "group_size is '128'"),
         ({"group_size": 64.0}, "group_size is 64.0"),
-        ({"overrides": {"q_proj": {"bits": 8}}}, "give a ModuleOverride"),
+        ({"overrides": {"q_proj": {"bit": 8}}}, "'bit' is no setting of ModuleOverride; did you mean bits"),
+        ({"overrides": {"q_proj": 8}}, "8 is no ModuleOverride; give one, or a dictionary of its fields"),
+        ({"overrides": [1]}, "give a dictionary of settings by pattern"),
         ({"overrides": {"(": ModuleOverride(skip=True)}}, r"'\(' is not a regular expression"),
     ],
 )
@@ -59,7 +61,9 @@ def test_defaults_that_depend_on_other_settings():
 def test_json_brings_every_setting_back():
     config = QuantizeConfig(bits=2, sym=False, desc_act=True, overrides={"x": ModuleOverride(bits=8)})
     assert QuantizeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    with pytest.raises(ConfigError, match=r"no settings: .*colour"):
-        QuantizeConfig.from_dict({"colour": 1})
-    with pytest.raises(ConfigError, match=r"no settings: .*colour"):
+    with pytest.raises(ConfigError, match="'group-size' is no setting of QuantizeConfig; did you mean group_size"):
+        QuantizeConfig.from_dict({"group-size": 1})
+    with pytest.raises(ConfigError, match=r"no settings of QuantizeConfig: .*'<' not supported"):
+        QuantizeConfig.from_dict({"damp_percent": "much"})
+    with pytest.raises(ConfigError, match="'colour' is no setting of ModuleOverride"):
         QuantizeConfig.from_dict({"overrides": {"x": {"colour": 1}}})

@@ -39,7 +39,7 @@ CASES = {  # model, settings, how it is run
     "gptq": ("mistral", {"desc_act": True}, {}),
     "gptaq": ("mistral", {"method": "gptaq", "lm_head": True}, {"activations": "device"}),
     "disk": ("mistral", {"method": "gptaq", "true_sequential": False}, {"activations": "disk"}),
-    "experts": ("mixtral", {"method": "gptaq", "format": "gptq"}, {"max_shard_bytes": 60000}),
+    "experts": ("mixtral", {"method": "gptaq", "format": "gptq"}, {"shard_size": 60000}),
     "padded": ("broken", {"skip_nonfinite": True}, {}),
     "rtn": ("mistral", {"method": "rtn", "lm_head": True}, {}),
 }

@@ -1,0 +1,42 @@
+"""Settings from plain dictionaries, and what a misspelt name may have meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from .errors import ConfigError
+
+T = TypeVar("T")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return the question, to be put at the end of a message, or nothing where no name is alike.
+
+    >>> did_you_mean("wikitext-2", ("wikitext2", "c4"))
+    '; did you mean wikitext2?'
+    """
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def settings_of(kind: type[T], values: T | Mapping[str, Any]) -> T:
+    """Return the dataclass of settings `kind` as it is, or made of a dictionary of its fields.
+
+    Raises:
+        ConfigError: A name that is no setting, or a value that cannot be.
+    """
+    if isinstance(values, kind):
+        return values
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{values!r} is no {kind.__name__}; give one, or a dictionary of its fields")
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in values:
+        if name not in names:
+            raise ConfigError(f"{name!r} is no setting of {kind.__name__}{did_you_mean(str(name), names)}")
+    try:
+        return kind(**values)
+    except TypeError as error:  # a value of another type than its check compares with
+        raise ConfigError(f"these are no settings of {kind.__name__}: {error}") from error

@@ -1,0 +1,119 @@
+"""Models and tokenizers by name: ids of a Hub that is replaced, folders, and names that are neither."""
+
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+
+import gptqkit
+from gptqkit.errors import ConfigError, DatasetUnavailableError
+from support.models import build, samples
+
+SETTINGS = {"method": "rtn", "group_size": 32, "overrides": {"down_proj": {"bits": 8}}}
+CALLS = [
+    gptqkit.load,
+    gptqkit.inspect,
+    gptqkit.plan,
+    lambda model: gptqkit.convert(model, "out", format="gptq"),
+    lambda model: gptqkit.evaluate(model, [[1, 2, 3]]),
+    lambda model: gptqkit.quantize(model, None, "out", SETTINGS),
+]
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The folder of a Hub: models are organisation/name/revision in it, and are copied to tmp_path / "cache"."""
+    folder = tmp_path / "hub"
+
+    def download(repo_id, *, revision=None, ignore_patterns=()):
+        source, target = folder / repo_id / (revision or "main"), tmp_path / "cache" / repo_id / (revision or "main")
+        if not source.is_dir():
+            raise FileNotFoundError("404 Client Error.\n\nRepository Not Found for url: ...")
+        ignore = shutil.ignore_patterns(*ignore_patterns)
+        return str(shutil.copytree(source, target, ignore=ignore, dirs_exist_ok=True))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return folder
+
+
+def test_an_id_may_stand_wherever_a_folder_may(hub, tmp_path):
+    build("llama").save_pretrained(hub / "org" / "float" / "v1")
+    (hub / "org" / "float" / "v1" / "pytorch_model.bin").write_bytes(b"not to be fetched")
+    cache = tmp_path / "cache" / "org" / "float" / "v1"
+    run = {"revision": "v1", "device": "cpu"}
+    assert gptqkit.plan("org/float", config=SETTINGS, run=run).blocks == 2
+    assert [file.name for file in cache.iterdir() if file.suffix != ".json"] == []
+    report = gptqkit.quantize("org/float", None, tmp_path / "out", SETTINGS, run=run).report
+    assert report.model == "org/float"
+    assert {(row.name.rpartition(".")[2] == "down_proj", row.bits) for row in report.modules} == {(True, 8), (False, 4)}
+    assert [file.name for file in cache.iterdir() if file.suffix != ".json"] == ["model.safetensors"]
+
+    shutil.copytree(tmp_path / "out", hub / "org" / "small" / "main")
+    assert gptqkit.inspect("org/small").bits == {4: 12, 8: 2}
+    ids = samples().input_ids
+    here, there = (gptqkit.load(path, device="cpu")[0] for path in (tmp_path / "out", "org/small"))
+    assert torch.equal(here(ids).logits, there(ids).logits)
+    shutil.copytree(hub / "org" / "float" / "v1", hub / "org" / "float" / "main")
+    how = {"sequence_length": 8, "device": "cpu"}
+    for config, model in ((how, "org/small"), ({**how, "revision": "v1"}, "org/float")):
+        scores = gptqkit.evaluate(model, ids[:1], config, reference="org/float")
+        assert (scores.kl_divergence == 0) == (model == "org/float")
+    gptqkit.convert("org/small", tmp_path / "parts", format="gptq", shard_size=20000)
+    files = list((tmp_path / "parts").glob("*.safetensors"))
+    assert len(files) > 2
+    for call in (gptqkit.load, gptqkit.inspect):
+        with pytest.raises(DatasetUnavailableError, match=r"no such|does not give such a model at revision v9: 404 Cl"):
+            call("org/small", revision="v9")
+        with pytest.raises(ConfigError, match=r"revision is 'v1', but .*out is a folder here"):
+            call(tmp_path / "out", revision="v1")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_does_not_exist_is_said_not_to(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("models").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface_hub, "snapshot_download", None)  # the Hub is not asked
+        for name in ("models/none", "./none", str(tmp_path / "none"), "a/b/c", Path("none")):
+            with pytest.raises(DatasetUnavailableError, match=f"there is no folder .*{Path(name).name}"):
+                call(name)
+        Path("model.safetensors").touch()
+        with pytest.raises(DatasetUnavailableError, match=r"model\.safetensors is no folder"):
+            call("model.safetensors")
+    with pytest.raises(DatasetUnavailableError, match="there is no folder org/none, and the Hub does not give such a"):
+        call("org/none")  # tests are offline
+    assert not Path("out").exists()
+
+
+def test_a_tokenizer_may_be_named(example_model, example_data, hub, tmp_path):
+    build("llama", vocab_size=4096).save_pretrained(tmp_path / "model")
+    (hub / "org").mkdir(parents=True)
+    shutil.copytree(example_model, hub / "org" / "tokenizer" / "main")
+    calibration = gptqkit.Calibration(example_data / "heldout.txt", samples=2, sequence_length=16)
+    how = {"sequence_length": 16, "max_windows": 2, "device": "cpu"}
+    found = []
+    for name in (example_model, "org/tokenizer"):
+        out = tmp_path / Path(name).name
+        config = {"group_size": 32}
+        gptqkit.quantize(tmp_path / "model", calibration, out, config, run={"device": "cpu"}, tokenizer=name)
+        found.append(gptqkit.evaluate(out, example_data / "heldout.txt", how).perplexity)
+        scores = gptqkit.evaluate(tmp_path / "model", example_data / "heldout.txt", how, tokenizer=name)
+        assert scores.tokens == 30
+    assert found[0] == found[1]
+    with pytest.raises(DatasetUnavailableError, match=r"model holds no tokenizer"):
+        gptqkit.evaluate(tmp_path / "model", "a.txt", how, tokenizer=tmp_path / "model")
+
+
+def test_settings_may_be_dictionaries_whose_names_are_checked(tmp_path):
+    for settings, message in (
+        ({"config": {"bit": 4}}, "'bit' is no setting of QuantizeConfig; did you mean bits"),
+        ({"run": {"shard-size": 4}}, "'shard-size' is no setting of Run; did you mean shard_size"),
+        ({"run": gptqkit.QuantizeConfig()}, "is no Run; give one, or a dictionary of its fields"),
+    ):
+        for call in (gptqkit.plan, lambda model, **options: gptqkit.quantize(model, None, "out", **options)):
+            with pytest.raises(ConfigError, match=message):
+                call(tmp_path, **settings)
+    with pytest.raises(ConfigError, match="'windows' is no setting of Evaluation; did you mean max_windows"):
+        gptqkit.evaluate(tmp_path, [[1]], {"windows": 4})
