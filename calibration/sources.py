@@ -41,6 +41,8 @@ SHORTHANDS = {  # id on the Hub, split for evaluation, whether only as much of i
     "pile": ("NeelNanda/pile-10k", "train", False),
 }
 C4_DOCUMENTS = 1100  # The GPTQ paper's code evaluates on so many, the first of C4's validation split.
+BATCH = 64 << 20  # bytes of a .parquet file that are decoded at once
+MOST = 4 << 30  # characters of one file: more is a mistake, or a file that is small but unpacks to anything
 NESTING = 2  # lists in a list: a batch of records, each of which holds several documents
 
 _KINDS = (
@@ -156,9 +158,16 @@ def _read_file(path: Path, column: str | None) -> Iterator[Any]:
         if kind == ".parquet":
             import pyarrow.parquet  # here, because it takes long; `datasets` is built upon it
 
-            with pyarrow.parquet.ParquetFile(path) as table:
-                for batch in table.iter_batches(batch_size=1024, columns=_needed(table.schema_arrow.names, column)):
-                    yield from batch.to_pylist()
+            schema = pyarrow.parquet.read_schema(path)
+            needed = _needed(schema.names, column)
+            # A text that comes in every row stands once in the file, and stays one until its row's turn comes.
+            texts = [each.name for each in schema if str(each.type) in ("string", "binary", "large_string")]
+            with pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as table:
+                groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
+                widest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
+                for batch in table.iter_batches(batch_size=min(1024, 1 + BATCH // (widest + 1)), columns=needed):
+                    for row in range(len(batch)):
+                        yield from batch.slice(row, 1).to_pylist()
         elif kind == ".safetensors":
             with safe_open(path, framework="pt") as tensors:
                 if list(tensors.keys()) != ["input_ids"] or len(tensors.get_slice("input_ids").get_shape()) != 2:
@@ -179,7 +188,7 @@ def _read_file(path: Path, column: str | None) -> Iterator[Any]:
                     yield from records
                 else:
                     raise ValueError("it must hold a list; if it has one record per line, name it .jsonl")
-    except (OSError, ValueError, RuntimeError, csv.Error, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, MemoryError, csv.Error, SafetensorError) as error:
         raise CalibrationError(f"{place} cannot be read as {kind}: {error}") from error
     finally:
         csv.field_size_limit(csv_limit)
@@ -246,7 +255,7 @@ class _Reader:
 
     def __init__(self, name: str, column: str | None) -> None:
         self._name, self._column = name, column
-        self._number, self._item = 0, None
+        self._number, self._item, self._characters = 0, None, 0
 
     def documents(self, items: Iterable[Any]) -> Iterator[Document]:
         """Yield the documents in every item."""
@@ -288,6 +297,12 @@ class _Reader:
                 f"document {self._number} of {self._name} holds half of a surrogate pair, character {error.start}, "
                 "which no file in UTF-8 can; read it again with the right encoding"
             ) from error
+        self._characters += len(text)
+        if self._characters > MOST:
+            raise CalibrationError(
+                f"document {self._number} of {self._name} brings its text to more than {MOST >> 20} Mi characters; "
+                "give a part of it"
+            )
         return text
 
     def _rows(self, ids: Tensor, mask: Any) -> Iterator[Tensor]:
@@ -337,7 +352,7 @@ def _ids(value: Any) -> Tensor | None:
         return value.detach().to("cpu", torch.int64) if whole and value.ndim else None
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
         return None
-    if all(isinstance(item, Integral) and not isinstance(item, bool) for item in value):
+    if all(isinstance(item, (int, Integral)) and not isinstance(item, bool) for item in value):
         return torch.tensor(value, dtype=torch.int64) if -(1 << 63) <= min(value) <= max(value) < 1 << 63 else None
     return None
 

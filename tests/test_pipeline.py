@@ -237,7 +237,7 @@ def attempt(progress, model="llama", source=IDS, length=24, out="out", run=None,
 @pytest.mark.parametrize(("error", "message", "given"), REFUSED)
 def test_what_cannot_work_is_refused_before_any_work(error, message, given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "inside").mkdir(parents=True)
     (tmp_path / "short.txt").write_text("Too short.")
     save(build("llama"), tmp_path / "llama")
     worked, before = [], sorted(tmp_path.rglob("*"))

@@ -13,6 +13,8 @@ import sys
 
 import datasets
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -185,6 +187,21 @@ def test_damaged_files_are_named(tmp_path, tokenizer, name):
             messages.append(str(error))
     assert len(messages) > len(changed) / 4
     assert all(str(path) in message for message in messages)
+
+
+def test_a_small_file_that_unpacks_to_anything_is_refused(tmp_path, tokenizer, monkeypatch):
+    """16 GiB in some kilobytes: the same text in every row, and that of one word."""
+    texts = pyarrow.DictionaryArray.from_arrays([0] * (16 << 10), ["ship" * (1 << 18)])
+    table = pyarrow.table({"text": texts, "number": range(16 << 10)})
+    path = tmp_path / "bomb.parquet"
+    pyarrow.parquet.write_table(table, path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 1 << 20
+    monkeypatch.setattr("gptqkit.calibration.sources.MOST", 2 << 20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CalibrationError, match=f"^document 2 of {path} brings its text to more than 2 Mi characters"):
+        load_text(path, tokenizer)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
+    assert len(load_text(path, tokenizer, limit=10)) == 10
 
 
 def test_missing_files_and_empty_folders(tmp_path, tokenizer):
