@@ -110,8 +110,8 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 def _pack_rows(codes: Tensor, bits: int) -> Tensor:
     padded = functional.pad(codes, (0, -codes.shape[1] % 64, 0, -codes.shape[0] % 64))
-    # Outputs are (tile, i, r & 1, c), inputs (unit, step, t, r >> 1, element of the pair).
-    parts = padded.view(-1, 4, 2, 8, padded.shape[1] // 64, 4, 4, 2, 2).permute(0, 4, 5, 3, 6, 1, 7, 2, 8).flatten(6, 7)
+    # Outputs are (tile, c, i, r & 1), inputs (unit, step, t, r >> 1, element of the pair).
+    parts = padded.view(-1, 8, 4, 2, padded.shape[1] // 64, 4, 4, 2, 2).permute(0, 4, 5, 1, 6, 2, 7, 3, 8).flatten(6, 7)
     pairs = parts[..., 0].int() | parts[..., 1].int() << 16
     words = pairs.new_zeros(*pairs.shape[:5], bits)  # tile, unit, step, c, t
     for i, r in product(range(4), range(4)):
@@ -134,9 +134,8 @@ def _pack_rows(codes: Tensor, bits: int) -> Tensor:
 
 
 def pack_grid(values: Tensor) -> Tensor:
-    """Return values of groups, (out, groups), in the kernels' order, (groups, out padded to 64)."""
-    padded = functional.pad(values.t(), (0, -values.shape[0] % 64))
-    return padded.view(values.shape[1], -1, 4, 2, 8).permute(0, 1, 4, 2, 3).reshape(values.shape[1], -1)
+    """Return values of groups, (out, groups), as the kernels read them, (groups, out padded to 64)."""
+    return functional.pad(values.t(), (0, -values.shape[0] % 64)).contiguous()
 
 
 def pack_zeros(zeros: Tensor, bits: int) -> Tensor:

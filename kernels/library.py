@@ -19,7 +19,7 @@ import torch
 from ..errors import BackendError
 from . import build
 
-ABI = 4
+ABI = 5
 FILE_NAME = "libgptqkit.so"
 OLDEST_CAPABILITY = (8, 0)  # Ampere: the first with the matrix instructions and asynchronous copies of the kernels
 

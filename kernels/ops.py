@@ -211,17 +211,20 @@ class Launcher:
             raise ShapeError(f"x is {x.dtype}, and the kernels compute in float16 or bfloat16; convert it")
         if bias is not None:
             _check("bias", bias, x.dtype, (n,), x.device)
-        y = x.new_empty((*x.shape[:-1], n))
+        padded = -(-n // 8) * 8  # the kernels store eight columns at a time
+        y = x.new_empty((*x.shape[:-1], padded))
         if not y.numel():
-            return y
-        m = y.numel() // n
+            return y[..., :n]
+        m = y.numel() // padded
         if split is None:
             split = self._split(layer.bits, m, n, k)
         if not split:
-            self._dense_product(x.reshape(m, k), layer, bias, y.view(m, n))
-            return y
+            self._dense_product(x.reshape(m, k), layer, bias, y.view(m, padded)[:, :n])
+            return y if n == padded else y[..., :n].contiguous()
         if not x.is_contiguous() or x.data_ptr() % 16:
             x = x.clone(memory_format=torch.contiguous_format)
+        if bias is not None and (n != padded or bias.data_ptr() % 16):
+            bias = x.new_zeros(padded).index_copy_(0, torch.arange(n, device=x.device), bias)
         with self._current():
             stream, workspace, locks = self._stream(), None, None
             if split > 1:
@@ -232,7 +235,7 @@ class Launcher:
             pointers = [None if operand is None else operand.data_ptr() for operand in operands]
             sizes = (m, n, k, layer.group_size, split)
             self.library.run("gptqkit_gemm", layer.bits, DTYPES[x.dtype], x.data_ptr(), k, *pointers, *sizes, stream)
-        return y
+        return y if n == padded else y[..., :n].contiguous()
 
     def _dense_product(self, x: Tensor, layer: Layer, bias: Tensor | None, y: Tensor) -> None:
         n, k = y.shape[1], x.shape[1]

@@ -2,7 +2,7 @@
 #include "api.h"
 #include "hardware.cuh"
 
-GPTQKIT_API int gptqkit_abi(void) { return 4; }
+GPTQKIT_API int gptqkit_abi(void) { return 5; }
 
 GPTQKIT_API const char *gptqkit_error(int code) {
     switch (code) {

@@ -1,4 +1,4 @@
-// The C interface of the kernel library, version 4. It needs the CUDA driver and neither torch nor Python.
+// The C interface of the kernel library, version 5. It needs the CUDA driver and neither torch nor Python.
 //
 // A layer has N outputs, K inputs and G = ceil(K / group) groups of `group` neighbouring inputs. Its weight is
 //
@@ -9,8 +9,8 @@
 //
 // Packed form. Columns go in tiles of 64, inputs in steps of 16, four of which make one unit of 64 x 64 codes.
 //     weight  uint32 [ceil(N/64)][ceil(K/64)][bits][32][4]     what each lane of a warp reads, see layout.cuh
-//     scale   float16 [G][ceil(N/64) * 64]                     column 16i + 8h + c of a tile is at 8c + 2i + h
-//     zero    [G][ceil(N/64) * 64], in the same order          nibbles at 2 and 3 bits (two per byte, the first low),
+//     scale   float16 [G][ceil(N/64) * 64]
+//     zero    [G][ceil(N/64) * 64]                             nibbles at 2 and 3 bits (two per byte, the first low),
 //                                                              uint8 at 4 bits, uint16 at 8 bits, so that every zero
 //                                                              from 0 to 2^bits is exact
 // Padded codes, scales and zeros are 0.
@@ -39,7 +39,7 @@ enum gptqkit_code {
     GPTQKIT_FAULT = -7,         // emulator only: the kernel broke a rule of the hardware; the text says which
 };
 
-// The number of this interface: 4. A library with another number must not be called otherwise.
+// The number of this interface: 5. A library with another number must not be called otherwise.
 GPTQKIT_API int gptqkit_abi(void);
 
 // A text for a code, valid until the thread's next call.
@@ -54,12 +54,12 @@ GPTQKIT_API int gptqkit_versions(int *driver, int *built);
 // Both are 0 when split is 1, and the pointers may then be NULL.
 GPTQKIT_API int gptqkit_workspace(int m, int n, int k, int split, int64_t *floats, int64_t *locks);
 
-// y = x WT + bias. x is [M, K] with rows ldx elements apart; x is 16-byte aligned and ldx a multiple of 8 (M = 1: any).
-// weight, scale and zero are 16-byte aligned. group is a multiple of 16, or at least k (one group per row). Each column
+// y = x WT + bias. x is [M, K] with rows ldx elements apart, a multiple of 8 (M = 1: any); y and bias have N rounded
+// up to a multiple of 8 columns; y is that of bias beyond N. All tensors are 16-byte aligned. group is a multiple of 16, or at least k (one group per row). Each column
 // tile's inputs are shared by `split` blocks, whose float32 partial sums are added in a fixed order: equal calls give
 // equal bits. m = 0 does nothing.
 GPTQKIT_API int gptqkit_gemm(int bits, int dtype, const void *x, int64_t ldx, const uint32_t *weight, const void *scale,
-                             const void *zero, const void *bias /*[N] or NULL*/, void *y /*[M, N]*/, float *workspace,
+                             const void *zero, const void *bias /*or NULL*/, void *y, float *workspace,
                              int32_t *locks, int m, int n, int k, int group, int split, void *stream);
 
 // Rows first ... first + count - 1 of W as dense [count, K], inputs in packed order: exact in float32, rounded once.

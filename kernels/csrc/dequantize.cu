@@ -48,7 +48,7 @@ template <class T, int BITS> KERNEL(kWarps *kLanes, 1) dequantize(DequantizeArgu
         for (int i = 0; i < 4; i++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const int row = tile * kTile + 16 * i + 8 * h + lane / 4 - a.first;
+                const int row = tile * kTile + 8 * (lane / 4) + 2 * i + h - a.first;
                 if (row < 0 || row >= a.count) continue;
                 store_global(reinterpret_cast<uint2 *>(a.dense + int64_t(row) * a.k + k), uint2{w[i][h], w[i][h + 2]});
             }

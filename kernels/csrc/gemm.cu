@@ -27,32 +27,29 @@ dim3 grid_for(int m, int n, int split) {
                 unsigned((n + tile.columns - 1) / tile.columns));
 }
 
-constexpr int larger(int a, int b) { return a > b ? a : b; }
-
 // What the least of the architectures lets one block have, less a part for static variables.
 constexpr int kSharedLimit = 98 * 1024;
 
 template <class T, int BITS, int TOKENS> int start_small_m(const GemmArguments &a, dim3 grid, void *stream) {
     constexpr int threads = kSmallMWarps<BITS, TOKENS> * kLanes;
-    constexpr int bytes =
-        larger(kSmallMRingBytes<BITS, TOKENS>, kSumBytes<kSmallMWarps<BITS, TOKENS>, 8 * TOKENS, kTile>);
+    constexpr int bytes = kSmallMRingBytes<BITS, TOKENS>;
     static_assert(bytes <= kSharedLimit);
     return a.group % kTile ? launch<gemm_small_m<T, BITS, TOKENS, true>>(grid, threads, bytes, stream, a)
                            : launch<gemm_small_m<T, BITS, TOKENS, false>>(grid, threads, bytes, stream, a);
 }
 
 template <class T, int BITS, int TOKENS> int start_large_m(const GemmArguments &a, dim3 grid, void *stream) {
-    constexpr int bytes = larger(kLargeMRingBytes<BITS, TOKENS>, kSumBytes<1, 8 * TOKENS, kLargeMColumns>);
+    constexpr int bytes = kLargeMRingBytes<BITS, TOKENS>;
     static_assert(bytes <= kSharedLimit);
     return launch<gemm_large_m<T, BITS, TOKENS>>(grid, kLargeMWarps * kLanes, bytes, stream, a);
 }
 
 template <class T, int BITS> int start(const GemmArguments &a, dim3 grid, void *stream) {
     switch (tile_for(a.m).tokens) {
-    case 8: return start_small_m<T, BITS, 1>(a, grid, stream);
-    case 16: return start_small_m<T, BITS, 2>(a, grid, stream);
-    case 32: return start_large_m<T, BITS, 4>(a, grid, stream);
-    default: return start_large_m<T, BITS, 8>(a, grid, stream);
+    case 8: return start_small_m<T, BITS, 8>(a, grid, stream);
+    case 16: return start_small_m<T, BITS, 16>(a, grid, stream);
+    case 32: return start_large_m<T, BITS, 32>(a, grid, stream);
+    default: return start_large_m<T, BITS, 64>(a, grid, stream);
     }
 }
 
@@ -87,7 +84,7 @@ GPTQKIT_API int gptqkit_gemm(int bits, int dtype, const void *x, int64_t ldx, co
     if (group < 1 || (group < k && group % kStep)) return GPTQKIT_BAD_GROUP;
     if (split < 1 || split > kMaxSplit || (split > 1 && (!workspace || !locks))) return GPTQKIT_BAD_SPLIT;
     if (misaligned(x, 16) || (m > 1 && ldx % 8) || misaligned(weight, 16) || misaligned(scale, 16) ||
-        misaligned(zero, 16))
+        misaligned(zero, 16) || misaligned(bias, 16) || misaligned(y, 16) || misaligned(workspace, 16))
         return GPTQKIT_BAD_ALIGNMENT;
     if (m == 0 || n == 0) return GPTQKIT_OK;
     GemmArguments arguments{static_cast<const uint16_t *>(x),
@@ -95,9 +92,9 @@ GPTQKIT_API int gptqkit_gemm(int bits, int dtype, const void *x, int64_t ldx, co
                             reinterpret_cast<const uint4 *>(weight),
                             static_cast<const uint16_t *>(scale),
                             zero,
-                            static_cast<const uint16_t *>(bias),
-                            static_cast<uint16_t *>(y),
-                            workspace,
+                            static_cast<const uint4 *>(bias),
+                            static_cast<uint4 *>(y),
+                            reinterpret_cast<float4 *>(workspace),
                             locks,
                             m,
                             n,

@@ -109,8 +109,8 @@ template <class V> DEVICE V load_constant(const V *source) { return __ldg(source
 template <class V> DEVICE void store_global(V *target, V value) { *target = value; }
 // What blocks leave for each other: between the store and the load stand a fence, an addition to a lock and a fence. The
 // load goes past the cache that only its multiprocessor sees.
-DEVICE void store_for_blocks(float *target, float value) { *target = value; }
-DEVICE float load_from_blocks(const float *source) { return __ldcg(source); }
+DEVICE void store_for_blocks(float4 *target, const float4 &value) { *target = value; }
+DEVICE float4 load_from_blocks(const float4 *source) { return __ldcg(source); }
 
 // Sixteen bytes from global to shared memory, arriving at the matching wait. They bypass the first cache: what streams
 // through is read once.
@@ -150,8 +150,8 @@ template <> DEVICE void multiply_add<BFloat16>(float (&d)[4], const uint32_t (&a
 // ---- blocks and launches ----
 
 DEVICE void block_barrier() { __syncthreads(); }
-// Makes the thread's writes visible to the device before whatever it does next.
-DEVICE void device_fence() { __threadfence(); }
+// Makes what the thread wrote, or saw written before a barrier, visible to the device before whatever it does next.
+DEVICE void device_fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 DEVICE int fetch_add(int *target, int value) { return atomicAdd(target, value); }
 
 // Starts `kernel` with one argument; 0 or an error code. Dynamic and static shared memory of more than 48 KiB together

@@ -173,7 +173,7 @@ int run(void (*kernel)(const void *), const void *arguments, dim3 grid, int thre
     machine.threads = threads;
     machine.dynamic_bytes = dynamic_bytes;
     machine.runnable.clear();
-    machine.messages.clear();
+    machine.parts.clear();
     machine.arrivals.clear();
     machine.counts.clear();
     machine.fault.clear();
