@@ -19,3 +19,5 @@ GPTQKIT_API const char *gptqkit_error(int code) {
 }
 
 GPTQKIT_API int gptqkit_versions(int *driver, int *built) { return runtime_versions(driver, built); }
+
+GPTQKIT_API int64_t gptqkit_user(void *stream) { return stream_user(stream); }

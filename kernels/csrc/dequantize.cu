@@ -67,26 +67,23 @@ template <class T> int start(int bits, const DequantizeArguments &a, void *strea
 
 } // namespace
 
-GPTQKIT_API int gptqkit_dequantize(int bits, int dtype, const uint32_t *weight, const void *scale, const void *zero,
-                                   void *dense, int first, int count, int n, int k, int group, void *stream) {
-    if (int error = check_shape(bits, n, k)) return error;
-    if (int error = check_dtype(dtype)) return error;
-    if (first < 0 || count < 0 || int64_t(first) + count > n) return GPTQKIT_BAD_SHAPE;
-    if (group < 1 || (group < k && group % kStep)) return GPTQKIT_BAD_GROUP;
-    if (misaligned(weight, 16) || misaligned(scale, 16) || misaligned(zero, 16) || misaligned(dense, 8))
-        return GPTQKIT_BAD_ALIGNMENT;
-    if (count == 0 || k == 0) return GPTQKIT_OK;
-    const int units = tiles(k), last_tile = (first + count - 1) / 64;
-    const DequantizeArguments arguments{reinterpret_cast<const uint4 *>(weight),
-                                        static_cast<const uint16_t *>(scale),
-                                        zero,
+GPTQKIT_API int gptqkit_dequantize(const gptqkit_layer *layer, void *dense, int first, int count, void *stream) {
+    if (int error = check_layer(*layer)) return error;
+    if (first < 0 || count < 0 || int64_t(first) + count > layer->n) return GPTQKIT_BAD_SHAPE;
+    if (misaligned(dense, 8)) return GPTQKIT_BAD_ALIGNMENT;
+    if (count == 0 || layer->k == 0) return GPTQKIT_OK;
+    const int units = tiles(layer->k), last_tile = (first + count - 1) / 64;
+    const DequantizeArguments arguments{reinterpret_cast<const uint4 *>(layer->weight),
+                                        static_cast<const uint16_t *>(layer->scale),
+                                        layer->zero,
                                         static_cast<uint16_t *>(dense),
                                         first,
                                         count,
-                                        k,
-                                        group,
+                                        layer->k,
+                                        layer->group,
                                         units,
-                                        tiles(n),
+                                        tiles(layer->n),
                                         int64_t(last_tile - first / 64 + 1) * units};
-    return dtype == 0 ? start<Float16>(bits, arguments, stream) : start<BFloat16>(bits, arguments, stream);
+    return layer->dtype == 0 ? start<Float16>(layer->bits, arguments, stream)
+                             : start<BFloat16>(layer->bits, arguments, stream);
 }

@@ -1,4 +1,6 @@
 // What the kernels share: grids, and for the two gemm kernels their arguments and the way from sums to y.
+//
+// On that way move only tokens below M, and vectors of eight columns that begin below N.
 #pragma once
 
 #include "fragments.cuh"
@@ -9,11 +11,11 @@ struct GemmArguments {
     const uint4 *weight;
     const uint16_t *scale; // float16
     const void *zero;
-    const uint4 *bias; // may be null; eight columns each, as y
-    uint4 *y;
-    float4 *workspace; // [column tile][token tile][split][vector of a thread][thread]
+    const uint16_t *bias; // may be null
+    uint4 *y;             // eight columns each
+    float4 *workspace; // see part_of
     int *locks;        // [column tile][token tile]
-    int m, n, k, group, units, column_tiles;
+    int m, n, k, group, units, column_tiles, split;
 };
 
 // A lane's eight scales and zeros of one group, as they lie in memory.
@@ -64,81 +66,50 @@ DEVICE void add(float (&row)[8], const float4 &low, const float4 &high) {
     row[4] += high.x, row[5] += high.y, row[6] += high.z, row[7] += high.w;
 }
 
-// Stores the tile of y of which each of the first OWNERS threads has `row` r at token `token(r)`, all at eight columns
-// from `column` on. Where several blocks (blockIdx.y) share the tile, each leaves its sums in the workspace, as vectors
-// that the same thread of another block reads; whichever block arrives last adds all of them in their order, so the
-// result does not depend on who that is. Only tokens below M move, and the vectors of eight columns that begin below N.
-// All threads of the block must call this.
-template <class T, int OWNERS, int ROWS, class Token>
-DEVICE void store_tile(float (&row)[ROWS][8], const GemmArguments &a, int column, Token token) {
-    constexpr int kTogether = ROWS < 4 ? ROWS : 4;             // rows whose parts are read at a time,
-    constexpr int kBlocks = kTogether < 4 ? 4 / kTogether : 2; // from so many blocks: 8 or 16 loads under way
-    STATIC_SHARED(bool, last);
-    const int blocks = gridDim.y;
-    const auto inside = [&](int r) { return token(r) < a.m && column < a.n; };
-    const int64_t tile = int64_t(blockIdx.z) * gridDim.x + blockIdx.x;
-    // A warp's vectors of one token lie side by side, so that few tokens fill whole sectors.
+// Sums that blocks leave for each other, [tile of y][split][row of a thread][half a row][thread], in the order that
+// puts a warp's vectors of one token side by side: then few tokens fill whole sectors.
+template <int ROWS, int THREADS> DEVICE float4 *part_of(const GemmArguments &a, int64_t tile, int block, int r) {
     const int lane = threadIdx.x % kLanes, place = threadIdx.x - lane + lane % 4 * 8 + lane / 4;
-    const auto part = [&](int block, int r) {
-        return a.workspace + ((tile * blocks + block) * ROWS + r) * (2 * OWNERS) + place;
-    };
-    if (blocks > 1) {
-#pragma unroll
-        for (int r = 0; r < ROWS; r++)
-            if (inside(r)) {
-                float4 *const mine = part(blockIdx.y, r);
-                store_for_blocks(mine, float4{row[r][0], row[r][1], row[r][2], row[r][3]});
-                store_for_blocks(mine + OWNERS, float4{row[r][4], row[r][5], row[r][6], row[r][7]});
-            }
-        block_barrier();
-        if (threadIdx.x == 0) {
-            device_fence(); // for the whole block: the barriers pass it on
-            const bool all_others_came = fetch_add(a.locks + tile, 1) == blocks - 1;
-            device_fence();
-            store_shared(last, all_others_came);
-            if (all_others_came) store_global(a.locks + tile, 0);
-        }
-        block_barrier();
-        if (!load_shared(last)) return;
-    }
-    const int64_t pitch = (a.n + 7) / 8 * 8;
-    uint4 bias{};
-    if (a.bias && column < a.n) bias = load_constant(a.bias + column / 8);
-    const uint32_t bias_pair[4] = {bias.x, bias.y, bias.z, bias.w};
-#pragma unroll
-    for (int first = 0; first < ROWS; first += kTogether) {
-        if (blocks > 1) {
-#pragma unroll
-            for (int r = first; r < first + kTogether; r++)
-#pragma unroll
-                for (int e = 0; e < 8; e++) row[r][e] = 0;
+    return a.workspace + ((tile * a.split + block) * ROWS + r) * (2 * THREADS) + place;
+}
+
+// Adds all blocks' parts of a row in their order, eight loads under way. LOAD reads a vector.
+template <int ROWS, int THREADS, class Load>
+DEVICE void add_parts(float (&row)[8], const GemmArguments &a, int64_t tile, int r, Load load) {
+    constexpr int kBlocks = 4;
 #pragma unroll 1
-            for (int block = 0; block < blocks; block += kBlocks) {
-                float4 parts[kBlocks][kTogether][2] = {};
+    for (int block = 0; block < a.split; block += kBlocks) {
+        float4 low[kBlocks] = {}, high[kBlocks] = {};
 #pragma unroll
-                for (int b = 0; b < kBlocks; b++)
-#pragma unroll
-                    for (int r = 0; r < kTogether; r++)
-                        if (block + b < blocks && inside(first + r)) {
-                            const float4 *const source = part(block + b, first + r);
-                            parts[b][r][0] = load_from_blocks(source);
-                            parts[b][r][1] = load_from_blocks(source + OWNERS);
-                        }
-#pragma unroll
-                for (int b = 0; b < kBlocks; b++)
-#pragma unroll
-                    for (int r = 0; r < kTogether; r++) add(row[first + r], parts[b][r][0], parts[b][r][1]);
+        for (int b = 0; b < kBlocks; b++)
+            if (block + b < a.split) {
+                const float4 *const source = part_of<ROWS, THREADS>(a, tile, block + b, r);
+                low[b] = load(source);
+                high[b] = load(source + THREADS);
             }
-        }
 #pragma unroll
-        for (int r = first; r < first + kTogether; r++) {
-            if (!inside(r)) continue;
-            uint32_t pair[4];
-#pragma unroll
-            for (int p = 0; p < 4; p++)
-                pair[p] = pair_from_floats<T>(row[r][2 * p] + to_float<T>(uint16_t(bias_pair[p])),
-                                              row[r][2 * p + 1] + to_float<T>(uint16_t(bias_pair[p] >> 16)));
-            store_global(a.y + (token(r) * pitch + column) / 8, uint4{pair[0], pair[1], pair[2], pair[3]});
-        }
+        for (int b = 0; b < kBlocks; b++) add(row, low[b], high[b]);
     }
 }
+
+// The bias of eight columns, which may lie at any address.
+template <class T> DEVICE void load_bias(const GemmArguments &a, int column, float (&bias)[8]) {
+#pragma unroll
+    for (int e = 0; e < 8; e++)
+        bias[e] = a.bias && column + e < a.n ? to_float<T>(load_constant(a.bias + column + e)) : 0.f;
+}
+
+// Eight columns of y from `column` on, rounded once.
+template <class T>
+DEVICE void store_row(const float (&row)[8], const float (&bias)[8], const GemmArguments &a, int token, int column) {
+    uint32_t pair[4];
+#pragma unroll
+    for (int p = 0; p < 4; p++)
+        pair[p] = pair_from_floats<T>(row[2 * p] + bias[2 * p], row[2 * p + 1] + bias[2 * p + 1]);
+    store_global(a.y + token * int64_t((a.n + 7) / 8) + column / 8, uint4{pair[0], pair[1], pair[2], pair[3]});
+}
+
+DEVICE float4 half_of(const float (&row)[8], int half) {
+    return {row[4 * half], row[4 * half + 1], row[4 * half + 2], row[4 * half + 3]};
+}
+DEVICE int64_t tile_of_y() { return int64_t(blockIdx.z) * gridDim.x + blockIdx.x; }

@@ -10,7 +10,7 @@
 //     32 different banks.
 // Preconditions and layouts as in gemm_small_m.cuh; any `group` that is a multiple of 16.
 // Numerics: products exact, one float32 sum per element over the block's inputs, those of blocks added in a fixed
-//     order; y is rounded once.
+//     order by add_large_m, which follows where there are several; y is rounded once.
 #pragma once
 
 #include "weights.cuh"
@@ -18,6 +18,7 @@
 constexpr int kLargeMWarps = 4;
 constexpr int kLargeMColumns = kLargeMWarps * kTile;
 constexpr int kTokenRow = 160; // bytes
+template <int TOKENS> constexpr int kLargeMRows = TOKENS / 4; // of a thread, see rows_of
 template <int BITS> constexpr int kLargeMStages = BITS == 8 ? 3 : 4;
 template <int BITS> constexpr int kLargeMWeightBytes = kLargeMStages<BITS> * BITS * kLargeMWarps * kLanes * 16;
 template <int BITS, int TOKENS> constexpr int kLargeMRingBytes =
@@ -114,7 +115,35 @@ template <class T, int BITS, int TOKENS> KERNEL(kLargeMWarps *kLanes, 2) gemm_la
     }
 
     copy_wait<0>();
-    float sums[2 * kFragments][8];
+    constexpr int kRows = kLargeMRows<TOKENS>;
+    float sums[kRows][8], bias[8];
     rows_of(total, sums);
-    store_tile<T, kThreads>(sums, a, own_tile * kTile + 8 * c, [&](int r) { return token0 + token_of_row(r, t); });
+    const int column = own_tile * kTile + 8 * c;
+    load_bias<T>(a, column, bias);
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+        const int token = token0 + token_of_row(r, t);
+        if (token >= a.m || column >= a.n) continue;
+        if (a.split == 1) {
+            store_row<T>(sums[r], bias, a, token, column);
+        } else {
+            float4 *const target = part_of<kRows, kThreads>(a, tile_of_y(), blockIdx.y, r);
+            store_global(target, half_of(sums[r], 0));
+            store_global(target + kThreads, half_of(sums[r], 1));
+        }
+    }
+}
+
+// Adds the parts that the blocks of gemm_large_m left, after it: its tiles are so large that one block each would take
+// longer than all blocks of another launch. Grid (token tiles, rows of a thread, column tiles), blocks as there.
+template <class T, int TOKENS> KERNEL(kLargeMWarps *kLanes, 4) add_large_m(const GemmArguments a) {
+    const int lane = threadIdx.x % kLanes, r = blockIdx.y;
+    const int token = int(blockIdx.x) * TOKENS + token_of_row(r, lane % 4);
+    const int column = (int(blockIdx.z) * kLargeMWarps + threadIdx.x / kLanes) * kTile + 8 * (lane / 4);
+    if (token >= a.m || column >= a.n) return;
+    float row[8] = {}, bias[8];
+    load_bias<T>(a, column, bias);
+    add_parts<kLargeMRows<TOKENS>, kLargeMWarps * kLanes>(
+        row, a, tile_of_y(), r, [](const float4 *source) { return load_constant(source); });
+    store_row<T>(row, bias, a, token, column);
 }

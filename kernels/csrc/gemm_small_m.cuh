@@ -30,7 +30,7 @@ template <int BITS> constexpr int kSmallMStages = BITS == 2 ? 4 : 3; // the smal
 template <int BITS, int TOKENS> constexpr int kSmallMCodeBytes =
     kSmallMStages<BITS> * BITS * kSmallMWarps<BITS, TOKENS> * kLanes * 16;
 template <int BITS, int TOKENS> constexpr int kSmallMRingBytes =
-    kSmallMCodeBytes<BITS, TOKENS> + kSmallMStages<BITS> * kSteps * (TOKENS / 8) * kSmallMWarps<BITS, TOKENS> * kLanes * 8;
+    kSmallMCodeBytes<BITS, TOKENS> + kSmallMStages<BITS> * kSteps * TOKENS * kSmallMWarps<BITS, TOKENS> * kLanes;
 
 template <class T, int BITS, int TOKENS, bool FINE>
 KERNEL(kSmallMWarps<BITS, TOKENS> *kLanes, kSmallMBlocks<BITS, TOKENS>)
@@ -152,8 +152,7 @@ gemm_small_m(const GemmArguments a) {
 #pragma unroll
         for (int m = 0; m < kFragments; m++)
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                total[i][m][e] *= 1 / (Operands::unit * (1 << Operands::place(i, e >> 1)));
+            for (int e = 0; e < 4; e++) total[i][m][e] *= 1 / (Operands::unit * (1 << Operands::place(i, e >> 1)));
     float rows[kRows][8];
     rows_of(total, rows);
     copy_wait<0>();
@@ -163,17 +162,42 @@ gemm_small_m(const GemmArguments a) {
     for (int r = 0; r < kRows; r++)
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            store_shared(corner + ((warp * kRows + r) * 2 + half) * kLanes,
-                         float4{rows[r][4 * half], rows[r][4 * half + 1], rows[r][4 * half + 2], rows[r][4 * half + 3]});
+            store_shared(corner + ((warp * kRows + r) * 2 + half) * kLanes, half_of(rows[r], half));
     block_barrier();
-    float row[1][8] = {};
-    if (warp < kRows) {
+    const int token = token0 + token_of_row(warp, t), column = tile * kTile + 8 * c;
+    const bool mine = warp < kRows && token < a.m && column < a.n;
+    float row[8] = {}, bias[8];
+    load_bias<T>(a, column, bias);
+    if (mine)
 #pragma unroll
         for (int w = 0; w < kWarps; w++) {
             const float4 *const source = corner + (w * kRows + warp) * 2 * kLanes;
-            add(row[0], load_shared(source), load_shared(source + kLanes));
+            add(row, load_shared(source), load_shared(source + kLanes));
         }
+    if (a.split > 1) {
+        // The blocks' parts, in the workspace: whichever block comes last adds all of them in their order, so that the
+        // result does not depend on who that is.
+        constexpr int kOwners = kRows * kLanes; // threads that have a row
+        STATIC_SHARED(bool, last);
+        const int64_t place = tile_of_y();
+        if (mine) {
+            float4 *const target = part_of<1, kOwners>(a, place, blockIdx.y, 0);
+            store_for_blocks(target, half_of(row, 0));
+            store_for_blocks(target + kOwners, half_of(row, 1));
+        }
+        block_barrier();
+        if (thread == 0) {
+            device_fence(); // for the whole block: the barriers pass it on
+            const bool all_others_came = fetch_add(a.locks + place, 1) == a.split - 1;
+            device_fence();
+            store_shared(last, all_others_came);
+            if (all_others_came) store_global(a.locks + place, 0);
+        }
+        block_barrier();
+        if (!load_shared(last) || !mine) return;
+#pragma unroll
+        for (int e = 0; e < 8; e++) row[e] = 0;
+        add_parts<1, kOwners>(row, a, place, 0, [](const float4 *source) { return load_from_blocks(source); });
     }
-    const int token = warp < kRows ? token0 + token_of_row(warp, t) : a.m; // at M nothing is stored
-    store_tile<T, kRows * kLanes>(row, a, tile * kTile + 8 * c, [&](int) { return token; });
+    if (mine) store_row<T>(row, bias, a, token, column);
 }

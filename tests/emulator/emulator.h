@@ -241,5 +241,14 @@ int launch(dim3 grid, int threads, int shared_bytes, void *, const Arguments &ar
     return emulator::run(run_kernel, &arguments, grid, threads, shared_bytes, granted);
 }
 
+// Of a multiprocessor with 227 KiB of shared memory and 2,048 threads; nobody knows the registers here.
+template <auto kernel> int resident_blocks(int threads, int shared_bytes, int *blocks) {
+    const int by_memory = 227 * 1024 / (shared_bytes + 1024), by_threads = 2048 / threads;
+    *blocks = by_memory < by_threads ? by_memory : by_threads;
+    return 0;
+}
+
+inline int64_t stream_user(void *stream) { return reinterpret_cast<intptr_t>(stream) + 1; }
+
 inline const char *runtime_error(int) { return emulator::fault_text(); }
 inline int runtime_versions(int *driver, int *built) { return *driver = *built = 0; }

@@ -252,7 +252,7 @@ void read_part(const float4 *source, const char *file, int line) {
 // Whether later launches count their traffic, which takes time.
 GPTQKIT_API void gptqkit_emulator_count(int counting) { emulator::machine.counting = counting; }
 
-// The traffic of the last launch, a line for each access in the sources:
+// The traffic since it was last asked for, a line for each access in the sources:
 //     file line function bytes instructions spent least
 // where `bytes` are a lane's, `spent` and `least` transfers for shared and bytes for global memory.
 GPTQKIT_API const char *gptqkit_emulator_traffic(void) {
@@ -266,5 +266,6 @@ GPTQKIT_API const char *gptqkit_emulator_traffic(void) {
             text += ' ' + std::to_string(number);
         text += '\n';
     }
+    emulator::machine.counts.clear();
     return text.c_str();
 }

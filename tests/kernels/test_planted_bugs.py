@@ -16,7 +16,7 @@ from support.emulator import CSRC, EMULATOR, ROOT
 pytestmark = pytest.mark.slow
 
 SMALL, LARGE, BOTH = "gemm_small_m.cuh", "gemm_large_m.cuh", "gemm.cuh"
-FENCE, BARRIER = "device_fence(); ", "    block_barrier();\n"
+FENCE, BARRIER = "device_fence();", "    block_barrier();\n"
 
 # What is broken: file, text, replacement, what is said of it.
 BUGS = {
@@ -29,22 +29,22 @@ BUGS = {
     "the sums of few tokens overwrite a ring that is still read": (
         SMALL, "block_barrier(); // the ring becomes", "// the ring becomes", "a race"),
     "the sums of few tokens are read before they are written": (
-        SMALL, f"{BARRIER}    float row[1]", "    float row[1]", "a race"),
+        SMALL, f"{BARRIER}    const int token", "    const int token", "a race"),
     "the ring has one stage less than it uses": (
-        "gemm.cu", "bytes = kLargeMRingBytes<BITS, TOKENS>;", "bytes = kLargeMRingBytes<BITS, TOKENS> * 3 / 4;",
+        "gemm.cu", "shared = kLargeMRingBytes<BITS, TOKENS>;", "shared = kLargeMRingBytes<BITS, TOKENS> * 3 / 4;",
         "outside shared memory"),
     "a block arrives before its sums are there": (
-        BOTH, f"    {BARRIER}        if (threadIdx.x == 0)", "        if (threadIdx.x == 0)",
-        "no barrier between another"),
-    "a block arrives before its sums are visible": (BOTH, FENCE + "// for", "// for", "no fence between another"),
+        SMALL, f"    {BARRIER}        if (thread == 0)", "        if (thread == 0)", "no barrier between another"),
+    "a block arrives before its sums are visible": (SMALL, f"{FENCE} // for", "// for", "no fence between another"),
     "who came last is asked before it is known": (
-        BOTH, f"    {BARRIER}        if (!load_shared", "        if (!load_shared", "a race|arrival"),
-    "the others' sums are read without a fence": (BOTH, "device_fence();\n", "\n", "no fence between an arrival and"),
+        SMALL, f"    {BARRIER}        if (!load_shared", "        if (!load_shared", "a race|arrival"),
+    "the others' sums are read without a fence": (SMALL, f"{FENCE}\n", "\n", "no fence between an arrival and"),
     "the blocks of a tile leave their sums in one place": (
-        BOTH, "part(blockIdx.y, r)", "part(0, r)", "two blocks write one vector"),
+        SMALL, "(a, place, blockIdx.y, 0)", "(a, place, 0, 0)", "two blocks write one vector"),
     "sums are read that no block has left": (
-        BOTH, "part(block + b, first + r)", "part(block + b + 1, first + r)", "no block has written"),
+        BOTH, "block + b, r)", "block + b + 1, r)", "no block has written"),
     "some blocks' sums are passed over": (BOTH, "block += kBlocks", "block += kBlocks + 1", "error"),
+    "the rows of many tokens change places": (LARGE, "r = blockIdx.y;", "r = blockIdx.y ^ 1;", "error"),
     "the last group is lost": (SMALL, "    add_sums();\n\n    // The warps", "    // The warps", "error"),
     "inputs beyond K are read": (SMALL, "|| whole ?", "|| true ?", "error"),
     "some lanes stay away from the tensor cores": (
