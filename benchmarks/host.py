@@ -21,13 +21,14 @@ import torch
 from layers import random_weight
 from timing import write
 
+from gptqkit.kernels.build import sources_hash
 from gptqkit.kernels.cuda import CudaLinear
-from gptqkit.kernels.library import ABI, KernelLibrary
+from gptqkit.kernels.library import KernelLibrary
 from gptqkit.kernels.ops import Device, Launcher, Tuning
 
 CALLS = 100  # of a round
 NOTHING = f"""
-int gptqkit_abi(void) {{ return {ABI}; }}
+const char *gptqkit_sources(void) {{ return "{sources_hash()}"; }}
 const char *gptqkit_error(int code) {{ return ""; }}
 int gptqkit_versions(int *driver, int *built) {{ return *driver = *built = 0; }}
 long long gptqkit_user(void *stream) {{ return 1; }}

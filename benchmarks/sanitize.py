@@ -1,8 +1,12 @@
-"""A few small calls of every kernel, for `compute-sanitizer --tool racecheck python benchmarks/sanitize.py`."""
+"""A few small calls of every kernel, for `compute-sanitizer --tool racecheck python benchmarks/sanitize.py`.
+
+With --profile: three large products, one for each of the gemm kernels for 1, 16 and 64 rows, for ncu.
+"""
 
 from __future__ import annotations
 
 import itertools
+import sys
 
 import torch
 from layers import random_operands
@@ -16,6 +20,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 ROWS = (1, 16, 24, 70)  # one for each kernel
 SPLITS = (1, 3)
 COLUMNS = (48, 256)  # the second needs more shared memory than every block may have
+LARGE = (8192, 28672)  # out, in
 OUTPUTS, INPUTS = 96, 416  # one and a half tiles, six and a half units
 
 
@@ -49,9 +54,20 @@ def run_sweeps(device: torch.device, library: KernelLibrary) -> None:
             sweep_block(library, Sweep(*tensors), group_size=group_size, bits=bits, sym=sym, min_zero=0)
 
 
+def run_large(device: torch.device) -> None:
+    """Three products at 4 bits, bound by memory."""
+    layer = random_operands(*LARGE, bits=4, group_size=128, device=device)
+    for rows in (1, 16, 64):
+        torch.ops.gptqkit.linear(torch.randn(rows, LARGE[1], device=device).half(), *layer)
+    torch.cuda.synchronize()
+
+
 def main() -> None:
     """Run; the sanitizer reports."""
     device = torch.device("cuda", torch.cuda.current_device())
+    if "--profile" in sys.argv:
+        run_large(device)
+        return
     run_products(device)
     run_sweeps(device, launcher_for(device).library)
     torch.cuda.synchronize()

@@ -7,7 +7,6 @@ module, where the wheel puts it, and then in the user's cache, where it is built
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import os
 from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_int32, c_int64, c_void_p
@@ -20,7 +19,6 @@ import torch
 from ..errors import BackendError
 from . import build
 
-ABI = 5
 FILE_NAME = "libgptqkit.so"
 OLDEST_CAPABILITY = (8, 0)  # Ampere: the first with the matrix instructions and asynchronous copies of the kernels
 
@@ -70,7 +68,7 @@ _SIGNATURES = {
 
 
 class KernelLibrary:
-    """A loaded library, checked for its interface's number.
+    """A loaded library, checked to be that of the sources.
 
     Attributes:
         functions: Those of `csrc/api.h` that return an error code, by their names without "gptqkit_".
@@ -78,18 +76,22 @@ class KernelLibrary:
         built: CUDA version that the library was built with; 0 in the emulator.
 
     Raises:
-        BackendError: The file is no library for this machine, or has another interface.
+        BackendError: The file is no library for this machine, or was built from other sources.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self._handle = ctypes.CDLL(str(path))
-            abi = int(self._handle.gptqkit_abi())
+            self._handle.gptqkit_sources.restype = c_char_p
+            sources = self._handle.gptqkit_sources().decode(errors="replace")
         except (OSError, AttributeError) as error:
             raise BackendError(f"{path} cannot be loaded: {error}; build it again") from error
-        if abi != ABI:
-            raise BackendError(f"{path} has interface {abi}, and this version of gptqkit needs {ABI}; build it again")
+        if sources != build.sources_hash():
+            raise BackendError(
+                f"{path} was built from other sources, {sources}, than those of this gptqkit, {build.sources_hash()}; "
+                "build it again"
+            )
         self._handle.gptqkit_error.restype = c_char_p
         self.user = self._handle.gptqkit_user
         self.user.argtypes, self.user.restype = [c_void_p], c_int64
@@ -152,17 +154,9 @@ def open_library(folder: Path, cache_folder: Path) -> KernelLibrary:
         BackendError: There is none and it cannot be built, or the one found cannot be used.
     """
     path = folder / FILE_NAME
-    library = KernelLibrary(path if path.exists() else _build_once(cache_folder / sources_hash() / FILE_NAME))
+    library = KernelLibrary(path if path.exists() else _build_once(cache_folder / build.sources_hash() / FILE_NAME))
     library.check_driver()
     return library
-
-
-def sources_hash() -> str:
-    """Return a name for the sources as they are now, so that no library of others is taken for theirs."""
-    digest = hashlib.sha256()
-    for file in sorted([_HERE / "build.py", *(_HERE / "csrc").iterdir()]):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _build_once(target: Path) -> Path:

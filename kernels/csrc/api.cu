@@ -2,7 +2,7 @@
 #include "api.h"
 #include "hardware.cuh"
 
-GPTQKIT_API int gptqkit_abi(void) { return 5; }
+GPTQKIT_API const char *gptqkit_sources(void) { return GPTQKIT_SOURCES; }
 
 GPTQKIT_API const char *gptqkit_error(int code) {
     switch (code) {

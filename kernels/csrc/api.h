@@ -1,4 +1,4 @@
-// The C interface of the kernel library, version 5. It needs the CUDA driver and neither torch nor Python.
+// The C interface of the kernel library. It needs the CUDA driver and neither torch nor Python.
 //
 // A layer has N outputs, K inputs and G = ceil(K / group) groups of `group` neighbouring inputs. Its weight is
 //
@@ -39,8 +39,9 @@ enum gptqkit_code {
     GPTQKIT_FAULT = -7,         // emulator only: the kernel broke a rule of the hardware; the text says which
 };
 
-// The number of this interface: 5. A library with another number must not be called otherwise.
-GPTQKIT_API int gptqkit_abi(void);
+// The name of the sources that the library was built from (sources_hash of build.py). A library of others must not be
+// called: this interface has no other number.
+GPTQKIT_API const char *gptqkit_sources(void);
 
 // A text for a code, valid until the thread's next call.
 GPTQKIT_API const char *gptqkit_error(int code);

@@ -19,18 +19,20 @@ constexpr int kLargeMWarps = 4;
 constexpr int kLargeMColumns = kLargeMWarps * kTile;
 constexpr int kTokenRow = 160; // bytes
 template <int TOKENS> constexpr int kLargeMRows = TOKENS / 4; // of a thread, see rows_of
-template <int BITS> constexpr int kLargeMStages = BITS == 8 ? 3 : 4;
-template <int BITS> constexpr int kLargeMWeightBytes = kLargeMStages<BITS> * BITS * kLargeMWarps * kLanes * 16;
+// So few that the smaller kernels fit twice where a multiprocessor has 100 KB.
+template <int BITS, int TOKENS> constexpr int kLargeMStages = BITS == 2 && TOKENS == 32 ? 4 : 3;
+template <int BITS, int TOKENS> constexpr int kLargeMWeightBytes =
+    kLargeMStages<BITS, TOKENS> * BITS * kLargeMWarps * kLanes * 16;
 template <int BITS, int TOKENS> constexpr int kLargeMRingBytes =
-    kLargeMWeightBytes<BITS> + kLargeMStages<BITS> * TOKENS * kTokenRow;
+    kLargeMWeightBytes<BITS, TOKENS> + kLargeMStages<BITS, TOKENS> * TOKENS * kTokenRow;
 
 template <class T, int BITS, int TOKENS> KERNEL(kLargeMWarps *kLanes, 2) gemm_large_m(const GemmArguments a) {
-    constexpr int kThreads = kLargeMWarps * kLanes, kStages = kLargeMStages<BITS>,
-                  kFragments = TOKENS / 8;
+    constexpr int kThreads = kLargeMWarps * kLanes, kStages = kLargeMStages<BITS, TOKENS>;
+    constexpr int kFragments = TOKENS / 8; // of x, a lane's part of eight tokens each
     // Of 16 bytes: in a row of tokens, for every thread.
     constexpr int kPieces = kTile * 2 / 16, kCopies = TOKENS * kPieces / kThreads;
     DYNAMIC_SHARED(uint4, ring);
-    unsigned char *const token_ring = reinterpret_cast<unsigned char *>(ring) + kLargeMWeightBytes<BITS>;
+    unsigned char *const token_ring = reinterpret_cast<unsigned char *>(ring) + kLargeMWeightBytes<BITS, TOKENS>;
     const int thread = threadIdx.x, lane = thread % kLanes, warp = thread / kLanes, c = lane / 4, t = lane % 4;
     const int token0 = int(blockIdx.x) * TOKENS, parts = gridDim.y, part = blockIdx.y;
     const int first = int(int64_t(a.units) * part / parts), end = int(int64_t(a.units) * (part + 1) / parts);
