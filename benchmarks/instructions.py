@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import re
 import subprocess
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from timing import write
 
 from gptqkit.kernels.build import SOURCES, compile_object, disassemble, find_nvcc, resources
 from gptqkit.kernels.library import Kernel, LayerRecord, Shape
@@ -201,7 +200,10 @@ def main() -> None:
                     flush=True,
                 )
                 report["kernels"].append(asdict(row))
-    write(report, arguments.out / "instructions.json")
+    rows = ",\n  ".join(json.dumps(row) for row in report.pop("kernels"))  # a line each
+    text = json.dumps(report, indent=1).removesuffix("\n}") + f',\n "kernels": [\n  {rows}\n ]\n}}\n'
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "instructions.json").write_text(text)
 
 
 if __name__ == "__main__":

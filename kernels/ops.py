@@ -170,42 +170,46 @@ def file_name(device: str) -> str:
 class Scratch:
     """What blocks that share an output tile need: a workspace for sums, and locks by which the last one knows itself.
 
-    Locks are 0 between calls. Calls of one stream follow each other and share both; a user is a stream or a capture
-    (`gptqkit_user`). A captured graph can be replayed beside anything, so every capture gets locks that nothing else
-    uses, cleared before it begins. Where those made with the first call on the device are used up or too few, a call
-    clears some of its own, which takes a launch; where the workspace is too small, and in captures, it allocates one.
+    Locks are 0 between calls. Calls of one stream follow each other and share both; a user is a stream, or a stream in
+    a capture (`gptqkit_user`). A captured graph can be replayed beside anything, so every capture gets locks that
+    nothing else uses, cleared before it begins. Where those made with the first call on the device are used up or too
+    few, a call clears some of its own, which takes a launch; where the workspace is too small, and in captures, it
+    allocates one.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._mutex = threading.Lock()
         self._free: list[Tensor] | None = None
-        self._taken: dict[int, tuple[int, int, list[Tensor]]] = {}
+        self._taken: dict[tuple[int, int], tuple[int, int, list[Tensor]]] = {}
 
-    def take(self, user: int, locks: int, floats: int) -> tuple[int, int, list[Tensor]]:
+    def take(self, user: int, stream: int, locks: int, floats: int) -> tuple[int, int, list[Tensor]]:
         """Return pointers to `locks` locks or more and to `floats` floats or more, and what keeps them.
 
-        `user` is above 0 for a stream and below 0 for a capture. The next call of the user may have the same.
+        `user` is above 0 for a stream and below 0 for a capture, of which each `stream` is a user of its own. The next
+        call of the user may have the same.
         """
-        taken = self._taken.get(user) or self._enter(user)
+        key = (user, 0 if user > 0 else stream)
+        taken = self._taken.get(key) or self._enter(key)
         if taken and locks <= LOCKS and floats <= (WORKSPACE if user > 0 else 0):
             return taken
         own_locks = self._clear(locks) if locks > LOCKS or not taken else taken[2][0]
         workspace = self._allocate(floats)
         return own_locks.data_ptr(), workspace.data_ptr(), [own_locks, workspace]
 
-    def _enter(self, user: int) -> tuple[int, int, list[Tensor]] | None:
+    def _enter(self, key: tuple[int, int]) -> tuple[int, int, list[Tensor]] | None:
         """Give a new user its own, if there is some to give."""
+        is_stream = key[0] > 0
         with self._mutex:
             # In another thread: a memory pool that this one opened, as torch.compile does, must not hold what stays.
             with ThreadPoolExecutor(1) as thread:
-                if self._free is None and user > 0:
+                if self._free is None and is_stream:
                     self._free = thread.submit(self._make_locks).result()
-                if user not in self._taken and self._free:
-                    workspace = thread.submit(self._allocate, WORKSPACE if user > 0 else 0).result()
+                if key not in self._taken and self._free:
+                    workspace = thread.submit(self._allocate, WORKSPACE if is_stream else 0).result()
                     tensors = [self._free.pop(), workspace]
-                    self._taken[user] = tensors[0].data_ptr(), workspace.data_ptr(), tensors
-            return self._taken.get(user)
+                    self._taken[key] = tensors[0].data_ptr(), workspace.data_ptr(), tensors
+            return self._taken.get(key)
 
     def _make_locks(self) -> list[Tensor]:
         array = self._clear(USERS * LOCKS)
@@ -294,7 +298,7 @@ class Launcher:
         stream = torch._C._cuda_getCurrentRawStream(self._index) if self._on_gpu else 0
         lock = workspace = None
         if floats:  # `_kept` stays until the launch is queued; whoever gets its memory comes later on the stream
-            lock, workspace, _kept = self._scratch.take(self.library.user(stream), locks, floats)
+            lock, workspace, _kept = self._scratch.take(self.library.user(stream), stream, locks, floats)
         code = self._gemm(layer.address, x.data_ptr(), k, y.data_ptr(), workspace, lock, m, split, stream)
         if code:
             self.library.fail("gemm", code)

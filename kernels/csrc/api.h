@@ -50,8 +50,8 @@ GPTQKIT_API const char *gptqkit_error(int code);
 // was built with. It runs where driver / 1000 >= built / 1000. The emulator gives 0 and 0.
 GPTQKIT_API int gptqkit_versions(int *driver, int *built);
 
-// A number that calls of this stream, or of the capture under way on it, share with no others: above 0 for a stream,
-// below 0 for a capture; 0: the stream is none.
+// A number above 0 of the stream, which no other stream of the process gets even if it gets the handle; or one below 0
+// of the capture under way on it, which streams that it forked have, too; 0: the stream is none.
 GPTQKIT_API int64_t gptqkit_user(void *stream);
 
 // A layer: its packed form, what its activations are, its sizes. weight, scale and zero are 16-byte aligned; group is a

@@ -189,8 +189,7 @@ template <auto kernel> int resident_blocks(int threads, int shared_bytes, int *b
                                                          shared_bytes);
 }
 
-// A number of the stream, which the driver gives no other stream even when it uses the handle again; that of the
-// capture under way on it, negative; 0 if the stream is none.
+// See gptqkit_user.
 inline int64_t stream_user(void *stream) {
     cudaStreamCaptureStatus status;
     unsigned long long number = 0;
