@@ -59,7 +59,7 @@ class CudaLinear(QuantLinear):
         if width != self.in_features or device != weight.device:
             needed = f"{self.in_features} columns on {weight.device}"
             raise ShapeError(f"x has {width} columns on {device}, and the layer takes {needed}")
-        if x.dtype == torch.float32 and torch.is_autocast_enabled(device.type):  # as F.linear does
+        if x.dtype is torch.float32 and torch.is_autocast_enabled(device.type):  # as F.linear does
             x = x.to(torch.get_autocast_dtype(device.type))
             bias = bias if bias is None else bias.to(x.dtype)
         if order is not None:

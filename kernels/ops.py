@@ -181,7 +181,7 @@ class Scratch:
         self.device = device
         self._mutex = threading.Lock()
         self._free: list[Tensor] | None = None
-        self._taken: dict[tuple[int, int], tuple[int, int, list[Tensor]]] = {}
+        self._taken: dict[int | tuple[int, int], tuple[int, int, list[Tensor]]] = {}
 
     def take(self, user: int, stream: int, locks: int, floats: int) -> tuple[int, int, list[Tensor]]:
         """Return pointers to `locks` locks or more and to `floats` floats or more, and what keeps them.
@@ -189,7 +189,7 @@ class Scratch:
         `user` is above 0 for a stream and below 0 for a capture, of which each `stream` is a user of its own. The next
         call of the user may have the same.
         """
-        key = (user, 0 if user > 0 else stream)
+        key = user if user > 0 else (user, stream)
         taken = self._taken.get(key) or self._enter(key)
         if taken and locks <= LOCKS and floats <= (WORKSPACE if user > 0 else 0):
             return taken
@@ -197,9 +197,9 @@ class Scratch:
         workspace = self._allocate(floats)
         return own_locks.data_ptr(), workspace.data_ptr(), [own_locks, workspace]
 
-    def _enter(self, key: tuple[int, int]) -> tuple[int, int, list[Tensor]] | None:
+    def _enter(self, key: int | tuple[int, int]) -> tuple[int, int, list[Tensor]] | None:
         """Give a new user its own, if there is some to give."""
-        is_stream = key[0] > 0
+        is_stream = isinstance(key, int)
         with self._mutex:
             # In another thread: a memory pool that this one opened, as torch.compile does, must not hold what stays.
             with ThreadPoolExecutor(1) as thread:
@@ -294,7 +294,7 @@ class Launcher:
             return self._dense_product(x.reshape(m, k), layer).view(*x.shape[:-1], n)
         if not x.is_contiguous() or x.data_ptr() % 16:
             x = x.clone(memory_format=torch.contiguous_format)
-        y = x.new_empty((*x.shape[:-1], padded))
+        y = x.new_empty((m, padded) if x.dim() == 2 else (*x.shape[:-1], padded))
         stream = torch._C._cuda_getCurrentRawStream(self._index) if self._on_gpu else 0
         lock = workspace = None
         if floats:  # `_kept` stays until the launch is queued; whoever gets its memory comes later on the stream
