@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
@@ -138,7 +139,8 @@ def quantization_summary(report: Mapping[str, Any]) -> str:
     if quantized and weights and quantized < weights:
         summary["left in floating point"] = f"{100 - 100 * quantized / weights:.1f} % of the weights in the blocks"
     if report.get("left_in_float"):
-        summary["Linears that compute something else"] = ", ".join(report["left_in_float"])
+        kinds = Counter(report["left_in_float"].values())
+        summary["Linears left in floating point"] = {why: f"{count} Linears" for why, count in kinds.items()}
     summary["left-out samples"] = report.get("excluded_samples") or None
     for row in report.get("perplexity") or []:
         summary[f"perplexity on {row['dataset']}"] = row["perplexity"]
