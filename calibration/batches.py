@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import ArchitectureError, ConfigError, NonFiniteError
+from ..errors import ArchitectureError, NonFiniteError
 from .samples import Samples
 
 _LOG = logging.getLogger("gptqkit")
@@ -19,22 +19,15 @@ _Result = TypeVar("_Result")
 class Batches:
     """The samples that this process works on, batch by batch; a batch is named by the range of its samples.
 
-    Args:
+    Attributes:
         samples: All calibration samples.
         mine: Those of this process.
         size: Samples per batch, at most; it is halved where memory runs out.
         device: Where the batches are wanted.
-
-    Attributes:
         counts: (samples,) bool, False for samples left out.
-
-    Raises:
-        ConfigError: `size` is not positive.
     """
 
     def __init__(self, samples: Samples, mine: range, size: int, device: torch.device) -> None:
-        if size < 1:
-            raise ConfigError(f"batch_size is {size}; it must be positive")
         self.samples, self.mine, self.size, self.device = samples, mine, size, device
         self.counts = torch.ones(len(samples.input_ids), dtype=torch.bool)
         self._failed = False
@@ -50,11 +43,7 @@ class Batches:
                 start = batch.stop
 
     def attempt(self, batch: range, work: Callable[..., _Result], *arguments: Any) -> _Result | None:
-        """Return what `work(batch, *arguments)` returns; None where memory ran out, so that the batch is to be halved.
-
-        Raises:
-            RuntimeError: Too little memory for a single sample; see `out_of_memory`.
-        """
+        """Return what `work(batch, *arguments)` does, or None where memory ran out: the batch comes again in halves."""
         try:
             return work(batch, *arguments)
         except RuntimeError as error:
@@ -68,11 +57,9 @@ class Batches:
 
     def tensors(self, batch: range) -> dict[str, Tensor]:
         """Return what a model is called with: input_ids and, where there is padding, attention_mask."""
+        both = {"input_ids": self.samples.input_ids, "attention_mask": self.samples.attention_mask}
         rows = slice(batch.start, batch.stop)
-        tensors = {"input_ids": self.samples.input_ids[rows].to(self.device)}
-        if self.samples.attention_mask is not None:
-            tensors["attention_mask"] = self.samples.attention_mask[rows].to(self.device)
-        return tensors
+        return {name: tensor[rows].to(self.device) for name, tensor in both.items() if tensor is not None}
 
     @property
     def tokens(self) -> int:
@@ -87,7 +74,7 @@ class Batches:
         """Return the rows of what a module receives that count: no padding, no samples left out.
 
         Args:
-            batch: The batch.
+            batch: The samples.
             streams: What the module receives, (..., in); then perhaps the same in the float model.
             tokens: Which of the batch's tokens each row is, where that is known and not simply all of them in order.
             where: The module, for messages.
@@ -126,15 +113,7 @@ class Batches:
         return [stream[keep] for stream in flat]
 
     def settle(self, counts: Sequence[Tensor], where: str) -> None:
-        """Leave out what any process left out.
-
-        Args:
-            counts: `counts` of all processes.
-            where: The module at whose inputs it was found, for messages.
-
-        Raises:
-            NonFiniteError: No sample is left.
-        """
+        """Leave out what any process left out, by the `counts` of all; `where` is the module, for messages."""
         self.counts = torch.stack(list(counts)).all(0)
         if not self.counts.any():
             raise NonFiniteError(

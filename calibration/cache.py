@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,39 +40,25 @@ class ActivationCache:
         place: str,
         file: Path | None = None,
     ) -> None:
-        self.samples, self.shape, self.dtype, self.device, self.place, self.file = (
-            samples,
-            shape,
-            dtype,
-            device,
-            place,
-            file if place == "disk" else None,
-        )
+        self.samples, self.shape, self.dtype, self.device, self.place = samples, shape, dtype, device, place
+        self.file = file if place == "disk" else None
+        self._sample_bytes = torch.Size(shape).numel() * dtype.itemsize
         if self.file is None:
             where = device if place == "device" else torch.device("cpu")
             self._states = torch.empty(len(samples), *shape, dtype=dtype, device=where)
             return
-        size = len(samples) * self.sample_bytes
+        size = len(samples) * self._sample_bytes
         with _naming(self.file), self.file.open("wb") as stream:
             if size:
                 os.posix_fallocate(stream.fileno(), 0, size)
-        self._states = _mapped(self.file, len(samples), shape, dtype, shared=True)
-
-    @property
-    def sample_bytes(self) -> int:
-        """Bytes of one sample."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        self._states = self._mapped(self.file, len(samples), shared=True)
 
     def read(self, samples: range) -> Tensor:
         """Return the states of some samples on the device, (samples, *shape)."""
         return self._states[self._local(samples)].to(self.device)
 
     def write(self, samples: range, states: Tensor) -> None:
-        """Put the states of some samples in the place of what is there.
-
-        Raises:
-            ShapeError: Another dtype, or another shape per sample.
-        """
+        """Put the states of some samples in the place of what is there; ShapeError for another dtype or shape."""
         if states.dtype != self.dtype or states.shape != (len(samples), *self.shape):
             raise ShapeError(
                 f"hidden states are {states.dtype} {tuple(states.shape)}; those of {len(samples)} samples that entered "
@@ -87,27 +73,20 @@ class ActivationCache:
         return ActivationCache(self.samples, self.shape, self.dtype, self.device, self.place, file)
 
     def save(self, file: Path) -> None:
-        """Bring the states into `file` for good; a file that they live in is only synced.
-
-        Raises:
-            OSError: The disk refused.
-        """
+        """Bring the states into `file` for good; a file that they live in is only synced."""
         with _naming(file), file.open("r+b" if file == self.file else "wb") as stream:
             for samples in self._slices() if file != self.file else ():
-                stream.write(_bytes(self._states[self._local(samples)].cpu()))
+                part = self._states[self._local(samples)].cpu().contiguous()
+                stream.write(part.view(torch.uint8).numpy().data)
             stream.flush()
             os.fsync(stream.fileno())
 
     def load(self, file: Path, samples: range) -> None:
-        """Take what `save` wrote of those samples that are held here; `samples` are all that are in the file.
-
-        Raises:
-            CheckpointError: The file is too short.
-        """
-        size = len(samples) * self.sample_bytes
+        """Take what `save` wrote of those samples that are held here; `samples` are all that are in the file."""
+        size = len(samples) * self._sample_bytes
         if not file.exists() or file.stat().st_size != size:
             raise CheckpointError(f"{file} is not {size} bytes long; delete the unfinished job and start it again")
-        stored = _mapped(file, len(samples), self.shape, self.dtype, shared=False)
+        stored = self._mapped(file, len(samples), shared=False)
         for part in self._slices():
             common = range(max(part.start, samples.start), min(part.stop, samples.stop))
             if common:
@@ -116,34 +95,25 @@ class ActivationCache:
 
     def _slices(self) -> Iterator[range]:
         """Yield the samples in ranges of few bytes, so that little is ever there twice."""
-        count = max(1, _SLICE // max(1, self.sample_bytes))
+        count = max(1, _SLICE // max(1, self._sample_bytes))
         for start in range(self.samples.start, self.samples.stop, count):
             yield range(start, min(start + count, self.samples.stop))
 
     def _local(self, samples: range) -> slice:
         return slice(samples.start - self.samples.start, samples.stop - self.samples.start)
 
-
-class _naming:  # noqa: N801 - reads as a statement
-    """Names the file in errors that do not, such as that of a full disk."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(self._file)
+    def _mapped(self, file: Path, samples: int, *, shared: bool) -> Tensor:
+        if not samples * self._sample_bytes:
+            return torch.empty(samples, *self.shape, dtype=self.dtype)
+        count = samples * torch.Size(self.shape).numel()
+        return torch.from_file(str(file), shared=shared, size=count, dtype=self.dtype).view(samples, *self.shape)
 
 
-def _mapped(file: Path, samples: int, shape: tuple[int, ...], dtype: torch.dtype, *, shared: bool) -> Tensor:
-    count = samples * torch.Size(shape).numel()
-    if not count:
-        return torch.empty(samples, *shape, dtype=dtype)
-    return torch.from_file(str(file), shared=shared, size=count, dtype=dtype).view(samples, *shape)
-
-
-def _bytes(states: Tensor) -> Any:
-    return states.contiguous().view(torch.uint8).numpy().data if states.numel() else b""
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Name the file in errors that do not, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(file)
+        raise

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -123,17 +124,14 @@ def capture_inputs(modules: Mapping[str, nn.Module], run: Callable[[], object]) 
     Modules that are not called are missing in the result.
     """
     seen: dict[str, Tensor] = {}
-    with ExitStack() as hooks:
-        for name, module in modules.items():
 
-            def record(_: nn.Module, arguments: tuple[Any, ...], name: str = name) -> None:
-                seen.setdefault(name, arguments[0])
-                if len(seen) == len(modules):
-                    raise _Reached
+    def record(name: str, _: nn.Module, arguments: tuple[Any, ...], __: Any) -> None:
+        seen.setdefault(name, arguments[0])
+        if len(seen) == len(modules):
+            raise _Reached
 
-            hooks.callback(module.register_forward_pre_hook(record).remove)
-        with suppress(_Reached):
-            run()
+    with _watched(modules, record), suppress(_Reached):
+        run()
     return seen
 
 
@@ -143,25 +141,19 @@ def trace_inputs(modules: Mapping[str, nn.Module], run: Callable[[], object]) ->
     Each group comes with the tensor.
     """
     # Tensors are kept alive meanwhile, so an equal place in memory and version mean the same numbers.
-    found: list[tuple[list[str], Tensor, int]] = []
+    found: dict[tuple[Any, ...], tuple[list[str], Tensor]] = {}
     called: set[str] = set()
-    with ExitStack() as hooks:
-        for name, module in modules.items():
 
-            def record(_: nn.Module, arguments: tuple[Any, ...], name: str = name) -> None:
-                received: Tensor = arguments[0]
-                if name in called:
-                    return
-                called.add(name)
-                for names, earlier, version in found:
-                    if version == received._version and _same_place(earlier, received):
-                        names.append(name)
-                        return
-                found.append(([name], received, received._version))
+    def record(name: str, _: nn.Module, arguments: tuple[Any, ...], __: Any) -> None:
+        received: Tensor = arguments[0]
+        if name not in called:
+            place = received.data_ptr(), received.shape, received.stride(), received._version
+            found.setdefault(place, ([], received))[0].append(name)
+            called.add(name)
 
-            hooks.callback(module.register_forward_pre_hook(record).remove)
+    with _watched(modules, record):
         run()
-    return [(names, received) for names, received, _ in found]
+    return list(found.values())
 
 
 @contextmanager
@@ -173,17 +165,24 @@ def routing(experts: Mapping[str, nn.Module], impose: Routing | None = None) -> 
         impose: What `routing` recorded in another run, to be given to the modules instead of their routers' choice.
     """
     seen: dict[str, tuple[Any, ...]] = {}
-    with ExitStack() as hooks:
-        for name, module in experts.items():
 
-            def record(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], name: str = name) -> Any:
-                order = ("hidden_states", "top_k_index", "top_k_weights")
-                given = (*arguments, *(named[key] for key in order if key in named))
-                seen[name] = given[1:] if impose is None else impose[name]
-                return (given[0], *seen[name]), {}
+    def record(name: str, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        order = ("hidden_states", "top_k_index", "top_k_weights")
+        given = (*arguments, *(named[key] for key in order if key in named))
+        seen[name] = given[1:] if impose is None else impose[name]
+        return (given[0], *seen[name]), {}
 
-            hooks.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)
+    with _watched(experts, record):
         yield seen
+
+
+@contextmanager
+def _watched(modules: Mapping[str, nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
+    """Call `hook` with its name, the module and its arguments before every call of one of `modules`."""
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.callback(module.register_forward_pre_hook(partial(hook, name), with_kwargs=True).remove)
+        yield
 
 
 def routed_tokens(table: Tensor, expert: int) -> tuple[Tensor, Tensor]:
@@ -195,10 +194,6 @@ def routed_tokens(table: Tensor, expert: int) -> tuple[Tensor, Tensor]:
 def as_returned(hidden: Any, returned: int) -> Any:
     """Return `hidden` as a block does that returns so many values; the others are None."""
     return (hidden, *[None] * (returned - 1)) if returned else hidden
-
-
-def _same_place(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
 def _without_cache(model: nn.Module) -> dict[str, bool]:

@@ -21,7 +21,8 @@ class Calibration:
             messages), a list of lists of token ids, a tensor of token ids (1-D: one document; 2-D: ready samples), a
             `datasets.Dataset` or a `datasets.IterableDataset`.
         samples: Number of samples; of ready-made ones, at most that many, from the first on.
-        sequence_length: Tokens per sample; by default 2048, or the model's maximum if that is less.
+        sequence_length: Tokens per sample; by default 2048, or the model's maximum if that is less. Ready samples have
+            their own.
         seed: Seed of the random choice of samples.
         concatenate: Join all documents and cut samples from them, instead of making one padded sample per document.
         column: Column that holds the text, in structured files and data sets; by default found by its name.

@@ -11,7 +11,7 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from ..errors import CalibrationError, ConfigError, ShapeError
+from ..errors import CalibrationError, ConfigError
 from .config import Calibration
 from .sources import Document, Documents, open_source
 
@@ -30,22 +30,10 @@ class Samples:
     Attributes:
         input_ids: (samples, length) int64.
         attention_mask: (samples, length) bool, False for padding, which is always on the right; None: no padding.
-
-    Raises:
-        ShapeError: Other shapes or dtypes.
     """
 
     input_ids: Tensor
     attention_mask: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        ids, mask = self.input_ids, self.attention_mask
-        if ids.ndim != 2 or ids.dtype != torch.int64:
-            raise ShapeError(f"input_ids is {ids.dtype} {tuple(ids.shape)}; it must be torch.int64 (samples, length)")
-        if mask is not None and (mask.shape != ids.shape or mask.dtype != torch.bool):
-            raise ShapeError(
-                f"attention_mask is {mask.dtype} {tuple(mask.shape)}; input_ids need torch.bool {tuple(ids.shape)}"
-            )
 
     @property
     def tokens(self) -> int:
@@ -69,16 +57,15 @@ def load_samples(
     16 * sequence_length characters, chats one by one.
 
     Ready samples (a 2-D tensor, or .safetensors files with the tensor `input_ids`) are taken as they are, from the
-    first on, whatever the seed.
+    first on, whatever the seed; all of `calibration.sequence_length` tokens, or of any one length where that is None.
 
     Args:
         calibration: The source, and how many samples of it.
         tokenizer: The model's tokenizer, one of transformers; None where the source is token ids.
-        sequence_length: Tokens per sample, once the model's default is known.
+        sequence_length: Tokens per sample, once the model's default is known; not of ready ones.
         vocab_size: Rows of the model's embedding, against which every id is checked; None checks for negative ids only.
 
     Raises:
-        ConfigError: `sequence_length` is not positive.
         CalibrationError: Too little text, or text or tokens that cannot be used.
         DatasetUnavailableError: A file does not exist, or the Hub cannot be reached.
 
@@ -88,11 +75,11 @@ def load_samples(
     >>> load_samples(Calibration(documents, samples=2, concatenate=False), None, sequence_length=4).input_ids.tolist()
     [[1, 2, 3, 4], [6, 7, 8, 0]]
     """
-    if sequence_length < 1:
-        raise ConfigError(f"sequence_length is {sequence_length}; it must be positive")
     opened = open_source(calibration.source, column=calibration.column, split=calibration.split, evaluation=False)
     if opened.ready:
         chosen = [ids for ids in itertools.islice(opened.items, calibration.samples) if isinstance(ids, Tensor)]
+        if chosen and calibration.sequence_length is None:
+            sequence_length = len(chosen[0])
         for length in {len(ids) for ids in chosen} - {sequence_length}:
             raise CalibrationError(
                 f"{opened.name} holds ready samples of {length} tokens, and sequence_length is {sequence_length}; they "
@@ -126,12 +113,8 @@ def load_text(
     do for WikiText-2; of c4 only the first 1100 documents of the validation split are used, as in the GPTQ paper's
     code. Token ids and chats are joined as they are.
 
-    `source` and `column` are those of `Calibration`, `tokenizer` and `vocab_size` those of `load_samples`; without
-    `split` the test split is taken (c4: "validation", pile: "train").
-
-    Raises:
-        CalibrationError: There is no token, or text or tokens that cannot be used.
-        DatasetUnavailableError: A file does not exist, or the Hub cannot be reached.
+    `source` and `column` are those of `Calibration`, `tokenizer`, `vocab_size` and errors those of `load_samples`;
+    without `split` the test split is taken (c4: "validation", pile: "train").
     """
     opened = open_source(source, column=column, split=split, evaluation=True)
     if opened.endless:
@@ -159,18 +142,14 @@ def load_documents(
     Text gets the special tokens of the tokenizer around it, without which an encoder was never trained. What is longer
     than `sequence_length`, special tokens included, is cut into several documents of that length, and a rest that fills
     none is left out; so are blank documents. Token ids and chats are taken without further tokens. With a `limit` only
-    the first documents are returned. The other arguments are those of `load_text`.
+    the first documents are returned. The other arguments, and errors, are those of `load_text`.
 
     Raises:
-        ConfigError: `sequence_length` leaves no room for text, or `limit` is not positive.
-        CalibrationError: There is no token, or text or tokens that cannot be used.
-        DatasetUnavailableError: A file does not exist, or the Hub cannot be reached.
+        ConfigError: `sequence_length` leaves no room for text.
 
     >>> [ids.tolist() for ids in load_documents([[1, 2, 3, 4, 5], [6, 7]], None, sequence_length=4)]
     [[1, 2, 3, 4], [6, 7]]
     """
-    if limit is not None and limit < 1:
-        raise ConfigError(f"the limit of documents is {limit}; it must be positive")
     opened = open_source(source, column=column, split=split, evaluation=True)
     if opened.endless and limit is None:
         raise CalibrationError(f"{opened.name} may have no end; say how many documents you need")
@@ -190,7 +169,7 @@ def load_documents(
 
 
 def _join(opened: Documents, calibration: Calibration, tokenizer: Any, length: int) -> list[Tensor]:
-    """Samples drawn from the joined documents; fewer than asked for where there is too little text."""
+    """Return samples drawn from the joined documents; fewer than asked for where there is too little text."""
     samples = calibration.samples
     generator = torch.Generator().manual_seed(calibration.seed)
     documents: Iterable[Document] = _filled(opened.items)
@@ -210,7 +189,7 @@ def _join(opened: Documents, calibration: Calibration, tokenizer: Any, length: i
 
 
 def _stretches(documents: list[Document], size: int) -> list[Document]:
-    """The same text joined and divided into stretches of `size` characters; other documents as they are."""
+    """Return the same text joined and divided into stretches of `size` characters; other documents as they are."""
     texts = [document for document in documents if isinstance(document, str)]
     if len(texts) < len(documents):
         return documents
@@ -219,7 +198,7 @@ def _stretches(documents: list[Document], size: int) -> list[Document]:
 
 
 def _pick(opened: Documents, calibration: Calibration, tokenizer: Any, length: int) -> list[Tensor]:
-    """Documents drawn as samples, cut off at `length`; fewer than asked for where there are too few."""
+    """Return documents drawn as samples, cut off at `length`; fewer than asked for where there are too few."""
     samples = calibration.samples
     documents = list(itertools.islice(_filled(opened.items), POOL * samples if opened.endless else None))
     drawn = _shuffle(documents, torch.Generator().manual_seed(calibration.seed))
@@ -242,12 +221,12 @@ def _cut(documents: Iterable[Tensor], length: int) -> Iterator[Tensor]:
 
 
 def _filled(documents: Iterable[Document]) -> Iterator[Document]:
-    """The documents that are not empty or blank."""
+    """Return the documents that are not empty or blank."""
     return (document for document in documents if (document.strip() if isinstance(document, str) else len(document)))
 
 
 def _encode(document: Document, tokenizer: Any, name: str) -> Tensor:
-    """The token ids of a document, (tokens,); no special tokens are added (a chat template writes its own)."""
+    """Return the token ids of a document, (tokens,); no special tokens are added (a chat template writes its own)."""
     if isinstance(document, Tensor):
         return document
     if tokenizer is None:
@@ -263,7 +242,7 @@ def _encode(document: Document, tokenizer: Any, name: str) -> Tensor:
 
 
 def _special_tokens(tokenizer: Any) -> tuple[Tensor, Tensor]:
-    """The ids that the tokenizer puts before and after a text, such as those of [CLS] and [SEP]."""
+    """Return the ids that the tokenizer puts before and after a text, such as those of [CLS] and [SEP]."""
     bare: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole: list[int] = tokenizer("a")["input_ids"]
     start = next(place for place in range(len(whole) + 1) if whole[place : place + len(bare)] == bare)

@@ -97,7 +97,7 @@ def _open_files(paths: Sequence[Path], column: str | None) -> Documents:
 
 
 def _list_files(path: Path) -> list[Path]:
-    """The file itself, or every readable file of a folder and its subfolders, sorted by path."""
+    """Return the file itself, or every readable file of a folder and its subfolders, sorted by path."""
     if not path.exists():
         raise DatasetUnavailableError(f"there is no file or folder {path}")
     inside = path.rglob("*") if path.is_dir() else [path]
@@ -185,7 +185,7 @@ def _read_dataset(load: Callable[[], Any], name: str, column: str | None) -> Ite
 
 
 def _needed(names: Sequence[str], column: str | None) -> list[str] | None:
-    """The one column to read, where the names of all columns tell."""
+    """Return the one column to read, where the names of all columns tell."""
     return next(([name] for name in ([column] if column else COLUMNS) if name in names), None)
 
 

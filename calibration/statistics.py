@@ -18,9 +18,9 @@ class InputStatistics:
     """Running sums over tokens of x xT and, for GPTAQ, of (x~ - x) xT.
 
     One instance serves all modules that receive the same tensor. H is symmetric, so only its upper triangle is summed,
-    slab by slab, and mirrored once at the end. Sums are float32; double precision was measured to cost 3 to 8 % of the
-    time and twice the memory, and to move the perplexity of the example model by no more than another order of the
-    sums does (README, Quality). Products of float16 or bfloat16 on a GPU are exact in float32, and run on tensor cores.
+    slab by slab, and mirrored once at the end. Sums are float32: double precision was measured to cost 3 to 8 % of the
+    time and twice the memory, and to move the perplexity of the example model no more than another order does.
+    Products of float16 or bfloat16 on a GPU are exact in float32, and run on tensor cores.
 
     Args:
         columns: Input features of the modules.
@@ -52,9 +52,6 @@ class InputStatistics:
         Args:
             inputs: x, (tokens, in), any float dtype: what the partly quantized model feeds the modules.
             float_inputs: x~, the same tokens in the float model; needed exactly when `cross` was asked for.
-
-        Raises:
-            ShapeError: The two differ in shape, or only one came where both are needed.
         """
         if (float_inputs is None) != (self._cross is None):
             raise ShapeError("float_inputs must come with every update, or with none: C pairs the tokens of two models")
@@ -63,14 +60,12 @@ class InputStatistics:
                 f"the float model's inputs are {tuple(float_inputs.shape)}, the quantized model's "
                 f"{tuple(inputs.shape)}; GPTAQ pairs them token by token"
             )
+        difference = None if float_inputs is None else float_inputs - inputs
         with full_float32():
             for start in range(0, inputs.shape[1], _SLAB):
                 slab = slice(start, start + _SLAB)
                 self._hessian[slab, start:] += _product(inputs[:, slab], inputs[:, start:])
-            if self._cross is not None and float_inputs is not None:
-                difference = float_inputs - inputs
-                for start in range(0, inputs.shape[1], _SLAB):
-                    slab = slice(start, start + _SLAB)
+                if self._cross is not None and difference is not None:
                     self._cross[slab] += _product(difference[:, slab], inputs)
         self.tokens += inputs.shape[0]
 
@@ -83,14 +78,8 @@ class InputStatistics:
     def filled_up(self, pool: InputStatistics) -> InputStatistics:
         """Return these where they have as many tokens as columns; else filled up to that with means of `pool`.
 
-        What few tokens leave open, the shared statistics say: with n tokens over m columns
-        H = (sum of x xT + (m - n) * mean of the pool) / m, and likewise C. Without a token it is the pool's mean.
-
-        Args:
-            pool: Of all experts that these are one of, over the same columns.
-
-        Raises:
-            CalibrationError: The pool has no token.
+        The pool is that of all experts that these are one of. With n tokens over m columns
+        H = (sum of x xT + (m - n) * mean of the pool) / m, and likewise C.
         """
         columns = len(self._hessian)
         missing = columns - self.tokens
@@ -104,11 +93,7 @@ class InputStatistics:
         return filled
 
     def hessian(self) -> Tensor:
-        """Return H = mean over tokens of x xT, (in, in) float32.
-
-        Raises:
-            CalibrationError: No token was added.
-        """
+        """Return H = mean over tokens of x xT, (in, in) float32; CalibrationError where there is no token."""
         self._check()
         mean = self._hessian / self.tokens
         for start in range(0, len(mean), _SLAB):
@@ -118,11 +103,7 @@ class InputStatistics:
         return mean
 
     def cross(self) -> Tensor | None:
-        """Return C = mean over tokens of (x~ - x) xT, (in, in) float32 (arXiv 2504.02692, dXXT); None if not asked for.
-
-        Raises:
-            CalibrationError: No token was added.
-        """
+        """Return C = mean over tokens of (x~ - x) xT, (in, in) float32 (arXiv 2504.02692, dXXT), where asked for."""
         self._check()
         return None if self._cross is None else self._cross / self.tokens
 

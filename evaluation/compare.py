@@ -14,7 +14,10 @@ from torch.nn import functional
 
 from ..errors import NonFiniteError, ShapeError
 from ..progress import Progress, ProgressCallback, silent
-from .perplexity import CHUNK, batch_windows, cut_windows, token_losses
+from .perplexity import cut_windows, in_batches
+
+CHUNK = 1024
+"""Positions whose logits are held in float32 at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,55 +65,50 @@ def score(
     max_windows: int | None = None,
     progress: ProgressCallback = silent,
 ) -> Scores:
-    """Measure the perplexity of `model` on `tokens` and, with a `reference`, its divergence from it.
+    """Measure the perplexity of `model` on `tokens`, (tokens,) int64, and with a `reference` its divergence from it.
 
-    Args:
-        model: A causal language model of transformers, in evaluation mode; it is run where it is.
-        tokens: The text, (tokens,) int64.
-        reference: The float model to compare with; it sees the same windows.
-        sequence_length: Tokens per window.
-        stride: Tokens between the starts of windows; None for windows without overlap (see `perplexity`).
-        batch_size: Windows at a time.
-        max_windows: Use only the first ones.
-        progress: Called after every batch, counted in windows.
+    Both are causal language models of transformers in evaluation mode, and run where they are, on the windows of
+    `cut_windows`, `batch_size` at a time. `progress` counts windows.
 
     Raises:
-        CalibrationError: The text is shorter than a window.
-        ConfigError: Lengths that cannot be.
+        CalibrationError, ConfigError: As `cut_windows`.
         NonFiniteError: The losses are not finite.
         ShapeError: `reference` has another vocabulary.
     """
     start = time.perf_counter()
     windows = cut_windows(tokens, sequence_length, stride=stride, max_windows=max_windows)
-    loss = reference_loss = divergence = 0.0
-    agreed = predicted = done = 0
-    for batch in batch_windows(windows, batch_size):
+    sums = torch.zeros(4, dtype=torch.float64)
+    predicted = done = 0
+    for batch in in_batches(windows, lambda window: (len(window.input_ids), window.predicted), batch_size):
         ids = torch.stack([window.input_ids for window in batch])
         count = batch[0].predicted
         logits = _predict(model, ids, count)
         expected = None if reference is None else _predict(reference, ids, count)
         for row, window in enumerate(batch):
-            targets = window.input_ids[-count:].to(logits.device)
-            loss += _sum(token_losses(logits[row], targets), "model", done + row)
-            if expected is not None:
-                other = expected[row].to(logits.device)
-                reference_loss += _sum(token_losses(other, targets), "reference", done + row)
-                divergence += float(kl_divergence(other, logits[row]).double().sum())
-                agreed += int(top1_agreement(other, logits[row]).sum())
+            other = None if expected is None else expected[row].to(logits.device)
+            found = _measure(logits[row], other, window.input_ids[-count:].to(logits.device))
+            for whose, loss in zip(("model", "reference"), found.tolist(), strict=False):
+                if not math.isfinite(loss):
+                    raise NonFiniteError(
+                        f"the {whose}'s loss in window {done + row} is {loss}; its activations left the range of its "
+                        "dtype: evaluate in float32 or bfloat16"
+                    )
+            sums += found
         predicted += count * len(batch)
         done += len(batch)
         progress(Progress(stage="evaluate", done=done, total=len(windows)))
+    loss, reference_loss, divergence, agreed = (sums / predicted).tolist()
     compared = reference is not None
     return Scores(
-        perplexity=math.exp(loss / predicted),
+        perplexity=math.exp(loss),
         tokens=predicted,
         windows=len(windows),
         sequence_length=sequence_length,
         stride=stride,
         seconds=time.perf_counter() - start,
-        reference_perplexity=math.exp(reference_loss / predicted) if compared else None,
-        kl_divergence=divergence / predicted if compared else None,
-        top1_agreement=agreed / predicted if compared else None,
+        reference_perplexity=math.exp(reference_loss) if compared else None,
+        kl_divergence=divergence if compared else None,
+        top1_agreement=agreed if compared else None,
     )
 
 
@@ -120,59 +118,22 @@ def _predict(model: Any, ids: Tensor, count: int) -> Tensor:
     return logits[:, -count - 1 : -1]
 
 
-def _sum(losses: Tensor, whose: str, window: int) -> float:
-    total = float(losses.double().sum())
-    if not math.isfinite(total):
-        raise NonFiniteError(
-            f"the {whose}'s loss in window {window} is {total}; its activations left the range of its dtype: evaluate "
-            "in float32 or bfloat16"
-        )
-    return total
-
-
-def kl_divergence(reference: Tensor, logits: Tensor) -> Tensor:
-    """Return KL(p || q) in nats at every position, (positions,) float32.
-
-    p = softmax(reference) and q = softmax(logits), in float32: sum over the vocabulary of p (log p - log q).
-
-    Args:
-        reference: Logits of the float model, (positions, vocabulary) in any float dtype.
-        logits: Logits of the other model for the same positions.
-
-    Raises:
-        ShapeError: The shapes differ.
-    """
-    _check(reference, logits)
-    return torch.cat(
-        [
-            functional.kl_div(
-                functional.log_softmax(q.float(), dim=-1),
-                functional.log_softmax(p.float(), dim=-1),
-                reduction="none",
-                log_target=True,
-            ).sum(-1)
-            for p, q in zip(torch.split(reference, CHUNK), torch.split(logits, CHUNK), strict=True)
-        ]
-    )
-
-
-def top1_agreement(reference: Tensor, logits: Tensor) -> Tensor:
-    """Return whether both models find the same token likeliest, (positions,) bool.
-
-    Args:
-        reference: Logits, (positions, vocabulary).
-        logits: Logits of the other model for the same positions.
-
-    Raises:
-        ShapeError: The shapes differ.
-    """
-    _check(reference, logits)
-    return reference.argmax(-1) == logits.argmax(-1)
-
-
-def _check(reference: Tensor, logits: Tensor) -> None:
-    if reference.shape != logits.shape:
+def _measure(logits: Tensor, reference: Tensor | None, targets: Tensor) -> Tensor:
+    """Return sums over positions, (4,) float64: the loss; the reference's, KL(reference || model) and agreement."""
+    if reference is not None and reference.shape != logits.shape:
         raise ShapeError(
             f"the reference's logits are {tuple(reference.shape)}, the model's {tuple(logits.shape)}; compare models "
             "that share a vocabulary"
         )
+    sums = torch.zeros(4, dtype=torch.float64)
+    for start in range(0, len(targets), CHUNK):
+        part = slice(start, start + CHUNK)
+        q = logits[part].float().log_softmax(-1)
+        losses = [functional.nll_loss(q, targets[part], reduction="none")]
+        if reference is not None:
+            p = reference[part].float().log_softmax(-1)
+            losses.append(functional.nll_loss(p, targets[part], reduction="none"))
+            losses.append(functional.kl_div(q, p, reduction="none", log_target=True).sum(-1))
+            losses.append(reference[part].argmax(-1) == logits[part].argmax(-1))
+        sums[: len(losses)] += torch.stack([each.double().sum() for each in losses]).cpu()
+    return sums

@@ -1,27 +1,27 @@
 """How well a quantized encoder keeps the embeddings of the float model.
 
-An embedding is the last hidden state of a text, pooled over its tokens. Two questions are asked of it: how far it
-turned (cosine similarity with the reference's embedding of the same text), and whether texts are still ranked the same
-way (Spearman's correlation between the cosine similarities of all pairs of texts in the one model and in the other).
-The second is what search and clustering rest on. Ranks are compared and not the similarities themselves, because
-embeddings often point into one narrow cone: all pairs are alike then, and any two models differ little.
+An embedding is the last hidden state of a text, pooled over its tokens. Two questions are asked: how far it turned
+(cosine similarity with the reference's embedding of the same text), and whether texts are still ranked the same way, on
+which search rests (Spearman's correlation between the cosine similarities of all pairs of texts in the one model and in
+the other). Ranks and not the similarities themselves, because embeddings often point into one narrow cone: all pairs
+are alike then, and any two models differ little.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..errors import ArchitectureError, ConfigError, NonFiniteError, ShapeError
+from ..errors import ArchitectureError, NonFiniteError, ShapeError
 from ..progress import Progress, ProgressCallback, silent
+from .perplexity import in_batches
 
 Pooling: TypeAlias = Literal["mean", "cls", "lasttoken"]
 """Over the tokens of a text: the mean, the first or the last one; the names of sentence-transformers."""
@@ -58,7 +58,7 @@ class EmbeddingScores:
     backend: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return dataclasses.asdict(self)
 
 
@@ -73,30 +73,21 @@ def compare_embeddings(
     batch_size: int = 8,
     progress: ProgressCallback = silent,
 ) -> EmbeddingScores:
-    """How far the embeddings of `model` lie from those of `reference`.
+    """Measure how far the embeddings of `model` lie from those of `reference`.
 
-    Texts of one length go through the models together, so that there is no padding.
-
-    Args:
-        model: A model of transformers in evaluation mode; it is run where it is, without the head it may have.
-        reference: The float model.
-        texts: At least one, (tokens,) int64 each.
-        sequence_length: Tokens per text, at most; only recorded.
-        pooling: Over the tokens of a text.
-        batch_size: Texts at a time.
-        progress: Called after every batch, counted in texts.
+    Both are models of transformers in evaluation mode, and run where they are, without the heads they may have. Texts,
+    (tokens,) int64 each and cut to `sequence_length` already, go through them together where they have one length, so
+    that there is no padding. `progress` counts texts.
 
     Raises:
         ArchitectureError: A model that returns no last hidden state.
-        ConfigError: `batch_size` is not positive.
         NonFiniteError: Embeddings that are not finite.
         ShapeError: Models of different width.
     """
-    if batch_size < 1:
-        raise ConfigError(f"batch_size is {batch_size}; it must be positive")
     start = time.perf_counter()
     found: dict[int, tuple[Tensor, Tensor]] = {}
-    for numbers in _batches(texts, batch_size):
+    longest_first = sorted(range(len(texts)), key=lambda number: -len(texts[number]))  # they need most memory
+    for numbers in in_batches(longest_first, lambda number: len(texts[number]), batch_size):
         ids = torch.stack([texts[number] for number in numbers])
         pair = _embed(model, ids, pooling, "model"), _embed(reference, ids, pooling, "reference")
         if pair[0].shape != pair[1].shape:
@@ -120,19 +111,8 @@ def compare_embeddings(
     )
 
 
-def _batches(texts: Sequence[Tensor], batch_size: int) -> Iterator[list[int]]:
-    """Numbers of texts of one length, at most `batch_size` together; the longest first, which need most memory."""
-
-    def length(number: int) -> int:
-        return -len(texts[number])
-
-    for _, group in groupby(sorted(range(len(texts)), key=length), length):
-        alike = list(group)
-        yield from (alike[first : first + batch_size] for first in range(0, len(alike), batch_size))
-
-
 def _embed(model: Any, ids: Tensor, pooling: Pooling, whose: str) -> Tensor:
-    """The embeddings of texts of one length, (texts, width) float64 on the CPU."""
+    """Return the embeddings of texts of one length, (texts, width) float64 on the CPU."""
     hidden = getattr(model.base_model(input_ids=ids.to(model.device)), "last_hidden_state", None)
     if hidden is None:
         raise ArchitectureError(
@@ -150,14 +130,14 @@ def _embed(model: Any, ids: Tensor, pooling: Pooling, whose: str) -> Tensor:
 
 
 def _similarities(embeddings: Tensor) -> Tensor:
-    """The cosine similarity of every pair of texts, (pairs,)."""
+    """Return the cosine similarity of every pair of texts, (pairs,)."""
     unit = functional.normalize(embeddings, dim=1)
     first, second = torch.triu_indices(len(unit), len(unit), offset=1)
     return (unit @ unit.T)[first, second]
 
 
 def _spearman(x: Tensor, y: Tensor) -> float | None:
-    """The correlation of ranks; None where x or y has no order.
+    """Return the correlation of ranks; None where x or y has no order.
 
     >>> _spearman(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([10.0, 20.0, 40.0, 30.0]))
     0.8
@@ -169,7 +149,7 @@ def _spearman(x: Tensor, y: Tensor) -> float | None:
 
 
 def _ranks(values: Tensor) -> Tensor:
-    """The rank of each value from 1 on; equal values share the mean of their ranks.
+    """Return the rank of each value from 1 on; equal values share the mean of their ranks.
 
     >>> _ranks(torch.tensor([0.5, 0.1, 0.5])).tolist()
     [2.5, 1.0, 2.5]

@@ -1,4 +1,4 @@
-"""Perplexity: windows of tokens, and the loss of every predicted token.
+"""Perplexity: windows of tokens, and which of them are predicted.
 
 Without a stride, windows do not overlap, a rest that fills no window is left out, and the first token of each window is
 not predicted, as in the papers. With a stride, windows start every `stride` tokens and a token is predicted
@@ -9,16 +9,16 @@ Perplexity is exp(sum of losses / number of predicted tokens), with a float32 lo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..errors import CalibrationError, ConfigError
 
-CHUNK = 1024
-"""Positions whose logits are held in float32 at a time."""
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,18 +37,13 @@ class Window:
 def cut_windows(
     tokens: Tensor, sequence_length: int, *, stride: int | None = None, max_windows: int | None = None
 ) -> list[Window]:
-    """The windows of a text, in order.
-
-    Args:
-        tokens: (tokens,) int64.
-        sequence_length: Tokens per window.
-        stride: Tokens between the starts of neighbouring windows; None for windows without overlap.
-        max_windows: Leave out all later ones.
+    """Return the first `max_windows` windows of a text, (tokens,) int64; all settings are those of `Evaluation`.
 
     Raises:
         ConfigError: Lengths that cannot be.
         CalibrationError: The text is shorter than a window.
 
+    >>> import torch
     >>> [window.input_ids.tolist() for window in cut_windows(torch.arange(7), 3)]
     [[0, 1, 2], [3, 4, 5]]
     >>> [(window.input_ids.tolist(), window.predicted) for window in cut_windows(torch.arange(5), 3, stride=1)]
@@ -56,10 +51,8 @@ def cut_windows(
     """
     if sequence_length < 2:
         raise ConfigError(f"sequence_length is {sequence_length}; predicting needs windows of at least 2 tokens")
-    if stride is not None and not 1 <= stride <= sequence_length:
+    if stride is not None and stride > sequence_length:
         raise ConfigError(f"stride is {stride}; it must lie between 1 and sequence_length, which is {sequence_length}")
-    if max_windows is not None and max_windows < 1:
-        raise ConfigError(f"max_windows is {max_windows}; give a positive number, or None for all")
     count = len(tokens)
     if count < sequence_length:
         raise CalibrationError(
@@ -81,31 +74,12 @@ def cut_windows(
     return windows
 
 
-def batch_windows(windows: list[Window], batch_size: int) -> list[list[Window]]:
-    """Neighbouring windows of one length that predict equally many tokens, at most `batch_size` together.
+def in_batches(items: Iterable[_Item], kind: Callable[[_Item], Any], size: int) -> Iterator[list[_Item]]:
+    """Yield neighbours of one kind, at most `size` together.
 
-    Raises:
-        ConfigError: `batch_size` is not positive.
+    >>> list(in_batches("aaabb", str, 2))
+    [['a', 'a'], ['a'], ['b', 'b']]
     """
-    if batch_size < 1:
-        raise ConfigError(f"batch_size is {batch_size}; it must be positive")
-    batches: list[list[Window]] = []
-    for window in windows:
-        last = batches[-1] if batches else []
-        alike = last and (len(last[0].input_ids), last[0].predicted) == (len(window.input_ids), window.predicted)
-        if alike and len(last) < batch_size:
-            last.append(window)
-        else:
-            batches.append([window])
-    return batches
-
-
-def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """-log p(target) at every position, (positions,) float32.
-
-    Args:
-        logits: (positions, vocabulary) in any float dtype.
-        targets: (positions,) int64.
-    """
-    parts = zip(torch.split(logits, CHUNK), torch.split(targets, CHUNK), strict=True)
-    return torch.cat([functional.cross_entropy(part.float(), labels, reduction="none") for part, labels in parts])
+    for _, group in groupby(items, kind):
+        alike = list(group)
+        yield from (alike[first : first + size] for first in range(0, len(alike), size))

@@ -19,7 +19,7 @@ _OCTET = 8
 
 
 def codes_per_unit(bits: int) -> int:
-    """The smallest number of codes that fills whole int32 words: 16, 32, 8 and 4 codes of 2, 3, 4 and 8 bits.
+    """Return the smallest number of codes that fills whole int32 words: 16, 32, 8 and 4 codes of 2, 3, 4 and 8 bits.
 
     >>> [codes_per_unit(bits) for bits in (2, 3, 4, 8)]
     [16, 32, 8, 4]
@@ -28,17 +28,13 @@ def codes_per_unit(bits: int) -> int:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """The bit stream of `codes` along their last axis.
-
-    Args:
-        codes: (..., n) of any integer dtype, each in 0 ... 2^bits - 1; on any device, not modified.
-        bits: Bits per code, 1 to 8.
+    """Return the bit stream of `codes`, (..., n) of any integer dtype, along their last axis.
 
     Returns:
         (..., n * bits / 32) int32, contiguous, on the same device.
 
     Raises:
-        ShapeError: n codes do not fill whole words, or a code does not fit `bits`.
+        ShapeError: n codes do not fill whole words, or a code is not in 0 ... 2^bits - 1.
 
     >>> pack(torch.arange(8), 4).item() == 0x76543210
     True
@@ -64,11 +60,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """The codes of a bit stream: the inverse of `pack`.
-
-    Args:
-        words: (..., w) int32, on any device, not modified.
-        bits: Bits per code, 1 to 8.
+    """Return the codes of a bit stream, (..., w) int32: the inverse of `pack`.
 
     Returns:
         (..., w * 32 / bits) uint8, contiguous, on the same device.
@@ -97,5 +89,5 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def _fresh(tensor: Tensor) -> Tensor:
-    """A copy with the strides of its shape, also along axes of length 1, where `contiguous` does not care."""
+    """Return a copy with the strides of its shape, also along axes of length 1, where `contiguous` does not care."""
     return tensor.clone(memory_format=torch.contiguous_format)

@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .shards import read_json
+from .shards import read_json, some
 
-_WORST = 5
+_LOADING = """\
+## Loading
+
+```python
+import gptqkit
+
+model, tokenizer = gptqkit.load("path/to/this/directory")
+```"""
+
+_POOLING = "\n\nThe model returns hidden states of tokens; pool them as `1_Pooling/config.json` says."
+
+_TRANSFORMERS = """
+
+With transformers (which needs `optimum` and `gptqmodel` for it):
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/directory")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")
+```"""
+
+_ASYMMETRIC = """
+
+GPTQModel, and with it transformers, refuses asymmetric version 1 checkpoints of other programs; `gptqkit convert` makes
+version 2 of it without loss."""
 
 
 def pipeline_tag(directory: Path) -> str:
@@ -24,7 +49,7 @@ def pipeline_tag(directory: Path) -> str:
 
 
 def model_card(report: Mapping[str, Any], pipeline: str = "text-generation") -> str:
-    """Return README.md: front matter, settings, measured perplexity, errors per layer, how to load the checkpoint.
+    """Return README.md: front matter, settings, measured perplexity and errors, how to load the checkpoint.
 
     Args:
         report: The quantization report, as written to quantization_report.json. Keys that are missing are left out, but
@@ -45,12 +70,12 @@ def model_card(report: Mapping[str, Any], pipeline: str = "text-generation") -> 
 
 
 def _family(config: Mapping[str, Any]) -> str:
-    """What versions of a format have in common: "gptq" of "gptq_v2"."""
+    """Return what versions of a format have in common: "gptq" of "gptq_v2"."""
     return str(config["format"]).partition("_")[0]
 
 
 def _front_matter(model: object, config: Mapping[str, Any], pipeline: str) -> str:
-    """YAML that the Hub reads; a base model only where the name is one of the Hub's."""
+    """Return YAML that the Hub reads; with a base model only where the name is one of the Hub's."""
     lines = ["---", "library_name: transformers", f"pipeline_tag: {pipeline}", "tags:"]
     lines += [f"- {_family(config)}", "- gptqkit", f"- {config['bits']}-bit"]
     if isinstance(model, str) and model.count("/") == 1 and all(model.split("/")):
@@ -59,116 +84,60 @@ def _front_matter(model: object, config: Mapping[str, Any], pipeline: str) -> st
 
 
 def _settings(report: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    size, version = config["group_size"], (report.get("versions") or {}).get("gptqkit")
-    rows = [
-        ("bits", config["bits"]),
-        ("group size", "one group per row" if size is None else size),
-        ("symmetric", config["sym"]),
-        ("format", config["format"]),
-        ("method", config.get("method")),
-        ("desc_act", config.get("desc_act")),
-        ("act_group_aware", config.get("act_group_aware")),
-        ("static_groups", config.get("static_groups")),
-        ("damp_percent", config.get("damp_percent")),
-        ("calibration", _calibration(report)),
-        ("seed", report.get("seed")),
-        ("quantizer", version and f"gptqkit {version}"),
-    ]
-    body = [f"| {name} | {value} |" for name, value in rows if value not in (None, "")]
-    return "\n".join(["## Settings", "", "| setting | value |", "|---|---|", *body])
+    size, samples, version = config["group_size"], report.get("samples"), (report.get("versions") or {}).get("gptqkit")
+    own = ("method", "desc_act", "act_group_aware", "static_groups", "damp_percent")
+    rows = {
+        "bits": config["bits"],
+        "group size": "one group per row" if size is None else size,
+        "symmetric": config["sym"],
+        "format": config["format"],
+        **{name: config.get(name) for name in own},
+        "calibration": f"{samples} samples of {report.get('sequence_length')} tokens" if samples else None,
+        "seed": report.get("seed"),
+        "quantizer": version and f"gptqkit {version}",
+    }
+    known = [(name, value) for name, value in rows.items() if value is not None]
+    return "## Settings\n\n" + _table(("setting", "value"), known)
 
 
-def _calibration(report: Mapping[str, Any]) -> str | None:
-    if not report.get("samples"):
-        return None
-    return f"{report['samples']} samples of {report.get('sequence_length')} tokens"
-
-
-def _perplexity(rows: Sequence[Mapping[str, Any]]) -> str:
-    if not rows:
+def _perplexity(measured: Sequence[Mapping[str, Any]]) -> str:
+    if not measured:
         return ""
-    body = []
-    for row in rows:
+    rows = []
+    for row in measured:
         value = "not finite" if row["perplexity"] is None else f"{row['perplexity']:.3f}"
-        body.append(f"| {row['dataset']} | {row['sequence_length']} | {row['tokens']} | {value} |")
-    head = ["| data set | sequence length | tokens | perplexity |", "|---|---|---|---|"]
+        rows.append((row["dataset"], row["sequence_length"], row["tokens"], value))
     note = "Measured on these files through their quantized kernels, windows without overlap."
-    return "\n".join(["## Perplexity", "", note, "", *head, *body])
+    titles = ("data set", "sequence length", "tokens", "perplexity")
+    return f"## Perplexity\n\n{note}\n\n" + _table(titles, rows)
 
 
 def _errors(modules: Sequence[Mapping[str, Any]]) -> str:
-    """Mean error by block, and the worst modules; quantization_report.json has them all."""
+    """Return the mean and the largest error; quantization_report.json has all of them."""
     known = [module for module in modules if module.get("error") is not None]
     if not known:
         return ""
-    blocks: dict[Any, list[Mapping[str, Any]]] = {}
-    for module in known:
-        blocks.setdefault(module.get("layer"), []).append(module)
-    body = []
-    for layer, members in blocks.items():
-        worst = max(members, key=_error)
-        label = "outside the layers" if layer is None else layer
-        mean = sum(map(_error, members)) / len(members)
-        body.append(f"| {label} | {len(members)} | {mean:.5f} | {worst['error']:.5f} | {_inner(worst)} |")
-    flagged = [module["name"] for module in known if module.get("worse_than_rounding")]
-    lines = [
-        "## Errors",
-        "",
-        "Relative output error ||(W - Q)X|| / ||WX|| on the calibration data, by layer; every module is in "
-        "`quantization_report.json`.",
-        "",
-        "| layer | modules | mean | worst | worst module |",
-        "|---|---|---|---|---|",
-        *body,
-    ]
-    if flagged:
-        shown = ", ".join(f"`{name}`" for name in flagged[:_WORST])
-        more = f" and {len(flagged) - _WORST} more" if len(flagged) > _WORST else ""
-        lines += ["", f"Worse than plain rounding: {shown}{more}."]
-    return "\n".join(lines)
+    mean, rounding = (sum(float(module[key]) for module in known) / len(known) for key in ("error", "rounding_error"))
+    worst = max(known, key=lambda module: float(module["error"]))
+    text = (
+        "## Errors\n\nRelative output error ||(W - Q)X|| / ||WX|| on the calibration data: "
+        f"{mean:.5f} on average over {len(known)} modules (plain rounding: {rounding:.5f}), at most "
+        f"{worst['error']:.5f}, in `{worst['name']}`. Every module is in `quantization_report.json`."
+    )
+    flagged = [f"`{module['name']}`" for module in known if module.get("worse_than_rounding")]
+    return text + (f" Worse than plain rounding: {some(flagged)}." if flagged else "")
 
 
-def _error(module: Mapping[str, Any]) -> float:
-    return float(module["error"])
-
-
-def _inner(module: Mapping[str, Any]) -> str:
-    """The module's name inside its layer."""
-    name = str(module["name"])
-    _, number, inner = name.partition(f".{module.get('layer')}.")
-    return f"`{inner if number else name}`"
+def _table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def _loading(config: Mapping[str, Any], pipeline: str) -> str:
-    """How to load it; with transformers only where that was tried: language models in GPTQ's formats."""
-    lines = [
-        "## Loading",
-        "",
-        "```python",
-        "import gptqkit",
-        "",
-        'model, tokenizer = gptqkit.load("path/to/this/directory")',
-        "```",
-    ]
+    """Return how to load it; with transformers only where that was tried: language models in GPTQ's formats."""
     if pipeline == "sentence-similarity":
-        lines += ["", "The model returns hidden states of tokens; pool them as `1_Pooling/config.json` says."]
+        return _LOADING + _POOLING
     if pipeline != "text-generation" or _family(config) != "gptq":
-        return "\n".join(lines)
-    lines += [
-        "",
-        "With transformers (which needs `optimum` and `gptqmodel` for it):",
-        "",
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        'model = AutoModelForCausalLM.from_pretrained("path/to/this/directory")',
-        'tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")',
-        "```",
-    ]
-    if config["format"] == "gptq" and not config["sym"]:
-        lines += [
-            "",
-            "GPTQModel, and with it transformers, refuses asymmetric version 1 checkpoints of other programs; "
-            "`gptqkit convert` makes version 2 of it without loss.",
-        ]
-    return "\n".join(lines)
+        return _LOADING
+    asymmetric = config["format"] == "gptq" and not config["sym"]
+    return _LOADING + _TRANSFORMERS + _ASYMMETRIC * asymmetric

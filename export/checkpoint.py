@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -52,19 +52,11 @@ class Checkpoint:
         return find_format(self.declared.format)
 
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor called `name`, mapped from its file: nothing is read before its values are used.
-
-        Raises:
-            CheckpointError: No such tensor.
-        """
+        """Return the tensor called `name`, mapped from its file: nothing is read before its values are used."""
         return self.tensors.get(name)
 
     def weight(self, name: str) -> QuantizedWeight:
-        """Return the codes, scales and offsets of a quantized layer.
-
-        Raises:
-            CheckpointError: No such layer, or values that no reader could use.
-        """
+        """Return the codes, scales and offsets of a quantized layer; CheckpointError for values of no use."""
         if name not in self.layers:
             raise CheckpointError(f"{self.path} has no quantized layer {name!r}; it has {some(self.layers)}")
         return self.format.unpack(name, self.tensors.below(name, self.format.suffixes), self.layers[name])
@@ -89,15 +81,6 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     values = _quantization_config(path, model_config)
     declared = find_format(declared_format(values, str(path))).read_config(values, str(path))
     tensors = Shards.of_folder(path, values.get("model_file_base_name"))
-    return open_tensors(tensors, declared, path=path, model_config=model_config, quantization_config=values)
-
-
-def open_tensors(tensors: Shards, declared: Declared, **known: Any) -> Checkpoint:
-    """Open tensors that make up a checkpoint, by what is declared of them; `known` are fields of the result.
-
-    Raises:
-        CheckpointError: None is quantized, or tensors contradict each other.
-    """
     layout = find_format(declared.format)
     layers: dict[str, LayerSpec] = {}
     for full_name in tensors.where:
@@ -105,7 +88,8 @@ def open_tensors(tensors: Shards, declared: Declared, **known: Any) -> Checkpoin
         if suffix in layout.suffixes and name not in layers:
             layers[name] = layout.spec(name, tensors.below(name, (*layout.suffixes, "bias")), declared)
     if not layers:
-        raise CheckpointError(f"no tensor of {known['path']} is quantized: none ends in .{layout.suffixes[0]}")
+        raise CheckpointError(f"no tensor of {path} is quantized: none ends in .{layout.suffixes[0]}")
+    known = {"path": path, "model_config": model_config, "quantization_config": values}
     return part_of_checkpoint(tensors, declared, layers, **known)
 
 
@@ -131,29 +115,14 @@ def check_written(name: str, written: QuantizedWeight, solved: QuantizedWeight) 
             raise CheckpointError(f"the {part} of {name} reads back differently; disk or memory is faulty")
 
 
-class SavesItself(Protocol):
-    """A tokenizer, as transformers has them."""
-
-    def save_pretrained(self, save_directory: str) -> object:
-        """Write the tokenizer's files into a directory."""
-
-
 def write_configs(
     directory: Path,
     quantization: Mapping[str, Any],
     model_config: Mapping[str, Any],
     generation_config: Mapping[str, Any] | None,
-    tokenizer: SavesItself | None,
+    tokenizer: Any,
 ) -> None:
-    """Write what readers look at beside the tensors; local paths are left out.
-
-    Args:
-        directory: The checkpoint.
-        quantization: Its quantization config.
-        model_config: config.json of the model.
-        generation_config: generation_config.json, where there is one.
-        tokenizer: Saved beside the weights.
-    """
+    """Write what readers look at beside the tensors, from the quantization config and the model's; no local paths."""
     write_json(directory / "config.json", {**_public_config(model_config), "quantization_config": dict(quantization)})
     write_json(directory / "quantize_config.json", quantization)
     if generation_config is not None:
@@ -164,22 +133,15 @@ def write_configs(
 
 
 def write_report(directory: Path, report: Mapping[str, Any]) -> None:
-    """Write quantization_report.json and the model card, without local paths and times."""
-    published = public_report(report)
+    """Write quantization_report.json and the model card: no local paths or times, None for what JSON cannot hold."""
+    published = _published(report)
+    if published.get("model"):
+        published["model"] = public_name(published["model"])
+    for row in published.get("perplexity") or ():
+        row["dataset"] = public_name(row["dataset"])
     write_json(directory / REPORT, published)
     card = model_card(published, pipeline_tag(directory))
     (directory / "README.md").write_text(card, encoding="utf-8", newline="\n")
-
-
-def public_report(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the report for a published file: no local paths or times, None for numbers that JSON cannot hold."""
-    report = _published(report)
-    measured = [{**row, "dataset": public_name(row["dataset"])} for row in report.get("perplexity") or []]
-    return {
-        **report,
-        **({"model": public_name(report["model"])} if report.get("model") else {}),
-        **({"perplexity": measured} if measured else {}),
-    }
 
 
 def public_name(name: object) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -20,16 +22,11 @@ _PART_BYTES = 1 << 30
 
 
 def convert(source: Path | str, target: Path | str, *, format: str, overwrite: bool = False) -> None:  # noqa: A002
-    """Write the checkpoint in `source` to `target` in another format, without loss.
+    """Write the checkpoint in `source` to the directory `target` in another of `FORMATS`, without loss.
 
     Every layer is unpacked and packed again; all other tensors keep their bytes. Configs are updated, our report and
-    model card too. All other files are copied, but for pickles, hidden files and linked folders.
-
-    Args:
-        source: A checkpoint directory.
-        target: The directory to make.
-        format: One of `FORMATS`.
-        overwrite: Replace a quantized model that is there already, after the new one is complete.
+    model card too. All other files are copied, but for pickles, hidden files and linked folders. With `overwrite` a
+    quantized model that is there already is replaced, after the new one is complete.
 
     Raises:
         CheckpointError: `source` is damaged or no checkpoint that is read here.
@@ -90,8 +87,6 @@ def _tensors(checkpoint: Checkpoint, format: str) -> Iterator[tuple[str, Tensor]
 
 def _write_json(checkpoint: Checkpoint, directory: Path, format: str) -> None:  # noqa: A002
     """Let every config say what the new files are; what the source says beside that stays."""
-    before, declared = checkpoint.quantization_config, checkpoint.declared
-    meta = before["meta"] if isinstance(before.get("meta"), dict) else {}
     report = read_json(directory / REPORT) if (directory / REPORT).exists() else {}
     if report:
         try:
@@ -99,25 +94,34 @@ def _write_json(checkpoint: Checkpoint, directory: Path, format: str) -> None:  
             write_report(directory, report)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{REPORT} is damaged ({error!r}); delete it, it is not needed") from error
-    asked = meta.get("gptqkit") or report.get("config")  # of us; files of other programs only say what they are
-    config = QuantizeConfig(bits=declared.bits, group_size=declared.group_size, sym=declared.sym)
-    config = QuantizeConfig.from_dict(asked) if isinstance(asked, dict) else config
-    write, floats = find_format(format).write_config, matrices(checkpoint.other_names, checkpoint.tensors)
-    values, old = (
-        write(dataclasses.replace(config, format=each), checkpoint.layers, floats) for each in (format, declared.format)
-    )
-    if write == checkpoint.format.write_config:  # then what only the source says stays
-        own = values.pop("meta", {})
-        values = {**before, **{key: value for key, value in values.items() if value != old[key]}}
-        if asked:
-            values["meta"] = {**meta, **own}
-    elif "passthrough_tensors" in meta:
-        values["meta"] = {**values.get("meta", {}), "passthrough_tensors": meta["passthrough_tensors"]}
+    values = _quantization_config(checkpoint, report, format)
     model_config = read_json(directory / "config.json")
     if isinstance(model_config.get("quantization_config"), dict):
         write_json(directory / "config.json", {**model_config, "quantization_config": values})
     if (directory / "quantize_config.json").exists() or "quantization_config" not in model_config:
         write_json(directory / "quantize_config.json", values)
+
+
+def _quantization_config(checkpoint: Checkpoint, report: Mapping[str, Any], format: str) -> dict[str, Any]:  # noqa: A002
+    before, declared = checkpoint.quantization_config, checkpoint.declared
+    meta = before["meta"] if isinstance(before.get("meta"), dict) else {}
+    asked = meta.get("gptqkit") or report.get("config")  # of us; files of other programs only say what they are
+    config = QuantizeConfig(bits=declared.bits, group_size=declared.group_size, sym=declared.sym)
+    if isinstance(asked, dict):
+        with suppress(ValueError, TypeError, AttributeError):  # another version of gptqkit has other settings
+            config = QuantizeConfig.from_dict(asked)
+    write, floats = find_format(format).write_config, matrices(checkpoint.other_names, checkpoint.tensors)
+    values, old = (
+        write(dataclasses.replace(config, format=each), checkpoint.layers, floats) for each in (format, declared.format)
+    )
+    if write == checkpoint.format.write_config:  # then what only the source says stays
+        values.pop("meta", None)
+        values = {**before, **{key: value for key, value in values.items() if value != old[key]}}
+        if isinstance(meta.get("gptqkit"), dict):
+            values["meta"] = {**meta, "gptqkit": {**meta["gptqkit"], "format": format}}
+    elif "passthrough_tensors" in meta:
+        values["meta"] = {**values.get("meta", {}), "passthrough_tensors": meta["passthrough_tensors"]}
+    return values
 
 
 def _verify(before: Checkpoint, after: Checkpoint) -> None:

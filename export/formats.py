@@ -53,8 +53,8 @@ class Declared:
         """Return bits, group_size and sym of the module `name`: the first pattern that matches counts."""
         for pattern, values in self.dynamic.items():
             if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), name):
-                size = values.get("group_size", -1 if self.group_size is None else self.group_size)
-                return values.get("bits", self.bits), None if size == -1 else size, bool(values.get("sym", self.sym))
+                size = values.get("group_size") or self.group_size
+                return values.get("bits") or self.bits, None if size == -1 else size, bool(values.get("sym", self.sym))
         return self.bits, self.group_size, self.sym
 
 
@@ -104,7 +104,6 @@ class Format:
         unpack: (name, tensors, spec) -> the weight, exactly; CheckpointError for values that no reader could use.
         write_config: (QuantizeConfig, layers, names of float matrices) -> the quantization config of a checkpoint.
         read_config: (quantization config, its file for messages) -> what it declares; CheckpointError.
-        container: The kind of file that it lives in.
     """
 
     suffixes: Sequence[str]
@@ -115,7 +114,6 @@ class Format:
     unpack: Callable[[str, Mapping[str, Tensor], LayerSpec], QuantizedWeight]
     write_config: Callable[[Any, Mapping[str, LayerSpec], Sequence[str]], dict[str, Any]]
     read_config: Callable[[Mapping[str, Any], str], Declared]
-    container: str = "safetensors"
 
 
 def find_format(name: str) -> Format:
@@ -125,11 +123,7 @@ def find_format(name: str) -> Format:
 
 
 def declared_format(values: Mapping[str, Any], where: str) -> str:
-    """Return the name of the format that a quantization config declares, whoever wrote it.
-
-    Args:
-        values: The parsed JSON object.
-        where: The file, for messages.
+    """Return the format that a quantization config declares, whoever wrote it; `where` is its file, for messages.
 
     Raises:
         CheckpointError: One that is not read here.

@@ -50,11 +50,7 @@ def check_shape(shape: tuple[int, int], bits: int) -> None:
 
 
 def pack_layer(weight: QuantizedWeight, *, offset: int) -> dict[str, Tensor]:
-    """Return the tensors of one layer, exact and contiguous, on the weight's device.
-
-    Args:
-        weight: The weight.
-        offset: What a stored zero point is less than the true one: 1 in version 1, 0 in version 2.
+    """Return the tensors of one layer, exact and contiguous; stored zero points are `offset` less than true ones.
 
     Raises:
         ShapeError: Rows or columns do not fill whole int32 words.
@@ -80,11 +76,6 @@ def pack_layer(weight: QuantizedWeight, *, offset: int) -> dict[str, Tensor]:
 
 def layer_spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> LayerSpec:
     """Return what a layer's tensors are; of their values only g_idx is read.
-
-    Args:
-        name: The layer's name, for messages.
-        tensors: "qweight", "qzeros", "scales" and optionally "g_idx" and "bias".
-        declared: What the quantization config says.
 
     Raises:
         CheckpointError: A tensor is missing, or its dtype, shape or g_idx contradicts the config or the others.
@@ -139,13 +130,7 @@ def layer_spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> 
 
 
 def unpack_layer(name: str, tensors: Mapping[str, Tensor], spec: LayerSpec, *, offset: int) -> QuantizedWeight:
-    """Return the weight that a layer's tensors hold, exactly.
-
-    Args:
-        name: The layer's name, for messages.
-        tensors: As in `layer_spec`, which must have accepted them.
-        spec: What it returned.
-        offset: As for `pack_layer`.
+    """Return the weight that a layer's tensors hold, exactly; `offset` as for `pack_layer`.
 
     Raises:
         CheckpointError: Scales that are not finite, or the 3-bit zeros that GPTQModel before 7.0 shifted wrongly.

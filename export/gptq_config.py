@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..errors import CheckpointError
-from ..quantizer.config import BITS, QuantizeConfig
+from ..errors import CheckpointError, ConfigError
+from ..quantizer.config import ModuleOverride, QuantizeConfig
 from ..version import __version__
 from .formats import Declared, LayerSpec, declared_format
 
@@ -27,11 +27,7 @@ _BLOCK = re.compile(r"(?P<prefix>(?:.*?\.)?)(?P<number>\d+)\.(?P<inner>.+)")
 
 
 def read_config(values: Mapping[str, Any], where: str) -> Declared:
-    """Return what a quantization config declares, whoever wrote it.
-
-    Args:
-        values: The parsed JSON object.
-        where: The file, for messages.
+    """Return what a quantization config declares, whoever wrote it; `where` is its file, for messages.
 
     Raises:
         CheckpointError: Missing keys, or values that cannot be.
@@ -39,7 +35,7 @@ def read_config(values: Mapping[str, Any], where: str) -> Declared:
     if values.get("pack_dtype", "int32") != "int32":
         raise CheckpointError(f"{where}: pack_dtype is {values['pack_dtype']!r}; only int32 words are read here")
     for key in ("bits", "group_size"):
-        if key not in values:
+        if values.get(key) is None:
             raise CheckpointError(f"{where}: {key} is missing; add it, it cannot be guessed safely")
     dynamic = values.get("dynamic") or {}
     if not isinstance(dynamic, dict) or not all(isinstance(rule, dict) for rule in dynamic.values()):
@@ -48,18 +44,15 @@ def read_config(values: Mapping[str, Any], where: str) -> Declared:
         try:
             re.compile(pattern.removeprefix(FLOAT).removeprefix(CHANGED))
         except re.error as error:
-            raise CheckpointError(
-                f"{where}: dynamic has {pattern!r}, which is not a regular expression: {error}"
-            ) from error
-        inside = f"dynamic[{pattern!r}] of the quantization config"
-        _read_bits(rule.get("bits", 4), inside)
-        _read_group_size(rule.get("group_size", -1), inside)
-    meta = values.get("meta")
+            raise CheckpointError(f"{where}: dynamic's {pattern!r} is not a regular expression: {error}") from error
+        _check(rule, f"dynamic[{pattern!r}] of the quantization config")
+    _check(values, where)
+    meta, size = values.get("meta"), values["group_size"]
     writer = meta.get("quantizer") if isinstance(meta, dict) else None
     return Declared(
         format=declared_format(values, where),
-        bits=_read_bits(values["bits"], where),
-        group_size=_read_group_size(values["group_size"], where),
+        bits=values["bits"],
+        group_size=None if size == -1 else size,
         sym=bool(values.get("sym", True)),
         desc_act=bool(values.get("desc_act", False)),
         writer=", ".join(map(str, writer)) if isinstance(writer, list) else writer and str(writer),
@@ -126,12 +119,9 @@ def _patterns(sign: str, names: Iterable[str], universe: Iterable[str]) -> list[
     chosen = _by_inner(names)
     patterns = []
     for (prefix, inner), numbers in chosen.items():
-        if numbers == {""}:
-            number = ""
-        elif numbers == blocks[prefix]:
-            number = r"\d+\."
-        else:
-            number = rf"(?:{'|'.join(sorted(numbers, key=int))})\."
+        number = ""
+        if numbers != {""}:
+            number = r"\d+\." if numbers == blocks[prefix] else rf"(?:{'|'.join(sorted(numbers, key=int))})\."
         stem, dot, last = inner.rpartition(".")
         lasts = [last]
         for fused, parts in FUSED.items():
@@ -152,15 +142,8 @@ def _by_inner(names: Iterable[str]) -> dict[tuple[str, str], set[str]]:
     return found
 
 
-def _read_bits(value: object, where: str) -> int:
-    if type(value) is int and value in BITS:
-        return value
-    raise CheckpointError(f"{where}: bits is {value!r}; 2, 3, 4 and 8 are read here")
-
-
-def _read_group_size(value: object, where: str) -> int | None:
-    if type(value) is int and (value == -1 or value > 0):
-        return None if value == -1 else value
-    raise CheckpointError(
-        f"{where}: group_size is {value!r}; a positive number, or -1 for one group per row, is needed"
-    )
+def _check(values: Mapping[str, Any], where: str) -> None:
+    try:
+        ModuleOverride(bits=values.get("bits"), group_size=values.get("group_size"))
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: {error}") from error

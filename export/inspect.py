@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,13 @@ from typing import Any
 from .checkpoint import Checkpoint, matrices, open_checkpoint
 from .formats import LayerSpec
 from .gptq_config import FUSED, skipped_modules
+
+TRANSFORMERS = "transformers+gptqmodel"
+OTHERS = ("GPTQModel", TRANSFORMERS, "vLLM", "SGLang", "AutoGPTQ")
+"""The readers that are known beside gptqkit."""
+
+_AMBIGUOUS = "refuses asymmetric version 1 files of other programs; convert to gptq_v2"
+_GROUPS_IN_ORDER = "rejects desc_act with groups; quantize with static_groups or act_group_aware"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,167 +90,119 @@ def inspect(path: Path | str) -> CheckpointSummary:
         OSError: A file that cannot be read.
     """
     checkpoint = open_checkpoint(path)
-    specs = checkpoint.layers.values()
-    packed = {f"{name}.{key}" for name in checkpoint.layers for key in checkpoint.format.suffixes}
+    declared, specs = checkpoint.declared, checkpoint.layers.values()
+    keys = {f"{name}.{key}" for name in checkpoint.layers for key in checkpoint.format.suffixes}
+    packed = [checkpoint.tensor(name) for name in checkpoint.tensors.where if name in keys]
+    others = [checkpoint.tensor(name) for name in checkpoint.tensors.where if name not in keys]
     weights = sum(spec.in_features * spec.out_features for spec in specs)
-    sizes = {name: checkpoint.tensor(name).nbytes for name in checkpoint.tensors.where}
-    packed_bytes = sum(size for name, size in sizes.items() if name in packed)
-    others = [checkpoint.tensor(name) for name in sizes if name not in packed]
+    packed_bytes = sum(tensor.nbytes for tensor in packed)
+    reasons = _reasons(checkpoint)
     return CheckpointSummary(
-        format=checkpoint.declared.format,
-        writer=checkpoint.declared.writer,
+        format=declared.format,
+        writer=declared.writer,
         bits=dict(sorted(Counter(spec.bits for spec in specs).items())),
         group_sizes=dict(sorted(Counter(map(_declared_group, specs)).items())),
-        sym=checkpoint.declared.sym,
-        desc_act=checkpoint.declared.desc_act,
+        sym=declared.sym,
+        desc_act=declared.desc_act,
         act_order_layers=sum(spec.act_order for spec in specs),
-        quantized_layers=len(checkpoint.layers),
+        quantized_layers=len(specs),
         quantized_weights=weights,
         other_parameters=sum(tensor.numel() for tensor in others),
         packed_bytes=packed_bytes,
         other_bytes=sum(tensor.nbytes for tensor in others),
         bits_per_weight=packed_bytes * 8 / weights,
-        readers=(
-            Reader(name="gptqkit", loads=True, reasons=()),
-            _reader("GPTQModel", _against_gptqmodel, checkpoint),
-            _reader("transformers+gptqmodel", _against_transformers, checkpoint),
-            _reader("vLLM", _against_vllm, checkpoint),
-            _reader("SGLang", _against_sglang, checkpoint),
-            _reader("AutoGPTQ", _against_autogptq, checkpoint),
+        readers=tuple(
+            Reader(name=name, loads=not reasons[name], reasons=tuple(reasons[name])) for name in ("gptqkit", *OTHERS)
         ),
     )
 
 
-def _reader(name: str, against: Callable[[Checkpoint], Iterator[str]], checkpoint: Checkpoint) -> Reader:
+def _reasons(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """Return why each reader cannot load a checkpoint: a list that is empty where it can."""
+    reasons: dict[str, list[str]] = {name: [] for name in ("gptqkit", *OTHERS)}
     gptq = checkpoint.declared.format in ("gptq", "gptq_v2")
-    reasons = tuple(against(checkpoint)) if gptq else ("was tried with the formats gptq and gptq_v2 only",)
-    return Reader(name=name, loads=not reasons, reasons=reasons)
+    rules = _rules(checkpoint) if gptq else [(OTHERS, True, "was tried with the formats gptq and gptq_v2 only")]
+    for readers, holds, reason in rules:
+        for name in readers if holds else ():
+            reasons[name].append(reason)
+    return reasons
+
+
+def _rules(checkpoint: Checkpoint) -> list[tuple[Sequence[str], object, str]]:
+    """Return readers, what stops them if it is true of the checkpoint, and how they put it."""
+    declared, layers, model = checkpoint.declared, checkpoint.layers, checkpoint.model_config
+    specs = layers.values()
+    v1 = declared.format == "gptq"
+    by_gptqmodel = re.search(r"gptqmodel:(\d+)\.(\d+)", declared.writer or "", re.IGNORECASE)
+    trusted = by_gptqmodel is not None and tuple(map(int, by_gptqmodel.groups())) >= (0, 9)
+    untried = [str(name) for name in model.get("architectures") or () if not str(name).endswith("ForCausalLM")]
+    experts = any(".experts." in name for name in layers)
+    mixtral = any(".block_sparse_moe.experts." in name for name in layers)
+    dtype = str(model.get("torch_dtype") or model.get("dtype")).removeprefix("torch.")
+    size = declared.group_size
+    mixed = any((spec.bits, spec.group_size) != (declared.bits, size or spec.in_features) for spec in specs)
+    bits = sorted({spec.bits for spec in specs} - {4, 8})
+    sizes = {_declared_group(spec) for spec in specs}
+    sizes_odd = sorted(sizes - {-1, 32, 64, 128})
+    asymmetric = not all(spec.sym for spec in specs)
+    outside = [name for name in layers if not any(part.isdigit() for part in name.split("."))]
+    skipped = skipped_modules(layers, matrices(checkpoint.other_names, checkpoint.tensors))
+    groups = checkpoint.quantization_config.get("modules_in_block_to_quantize")
+    groups = [group for group in groups if isinstance(group, list)] if isinstance(groups, list) else []
+    listed = {str(inner) for group in groups for inner in group}
+    unevenly = any(name.endswith(f".{inner}") for name in skipped for inner in listed)
+    lacking = [name for name in layers if f"{name}.g_idx" not in checkpoint.tensors.where]
+    odd, odd_for_vllm, unlike = _odd_size(layers, 32, 32), _odd_size(layers, 128, 64), _unlike(layers, skipped)
+    return [
+        (OTHERS, untried, f"was tried with causal language models only, not with {_listed(untried)}"),
+        (OTHERS[1:], experts, "was not tried with mixtures of experts"),
+        (("GPTQModel",), mixtral, "looks for experts under other names, mlp.experts.N.gate_proj and so on"),
+        (("GPTQModel",), model.get("model_type") == "gpt_oss", "computes other logits for this architecture"),
+        (("GPTQModel",), v1 and not declared.sym and not trusted, _AMBIGUOUS),
+        (("AutoGPTQ",), not v1, "reads version 2 as version 1 without notice, every zero off by one; convert to gptq"),
+        ((TRANSFORMERS, "AutoGPTQ"), mixed, "knows one setting of bits and group size for all modules"),
+        ((TRANSFORMERS,), lacking, f"needs g_idx, which {len(lacking)} layers lack"),
+        ((TRANSFORMERS,), outside, f"leaves the quantized {_listed(outside)} at random values"),
+        ((TRANSFORMERS,), skipped and not listed, "needs modules_in_block_to_quantize where modules are not quantized"),
+        ((TRANSFORMERS,), unevenly, "cannot leave a module in floating point in some blocks and quantize it in others"),
+        (("AutoGPTQ",), outside, f"quantizes nothing outside the blocks, but {_listed(outside)} is"),
+        (("AutoGPTQ",), skipped, f"cannot leave modules of the blocks in floating point ({len(skipped)} are)"),
+        (("vLLM",), bits, f"serves 4 and 8 bits, not {_listed(bits)}"),
+        (("vLLM",), asymmetric, "serves symmetric checkpoints only"),
+        (("vLLM",), declared.desc_act and sizes != {-1}, _GROUPS_IN_ORDER),
+        (("vLLM",), any(spec.act_order for spec in specs), "ignores g_idx, so act-order comes out wrong"),
+        (("vLLM",), sizes_odd, f"has kernels for groups of 32, 64, 128 or whole rows, not {_listed(sizes_odd)}"),
+        (("SGLang",), (asymmetric or bits) and dtype != "float16", f"computes in float16 only, not in {dtype}"),
+        (("vLLM", "SGLang"), unlike, f"needs the parts of {unlike} quantized alike"),
+        (("GPTQModel", TRANSFORMERS, "AutoGPTQ"), odd, odd),
+        (("vLLM",), odd_for_vllm, odd_for_vllm),
+    ]
 
 
 def _declared_group(spec: LayerSpec) -> int:
     return -1 if spec.group_size == spec.in_features else spec.group_size
 
 
-def _untried(checkpoint: Checkpoint, *, mixtures: bool = False) -> Iterator[str]:
-    """Kinds of models with which a reader was never seen to work."""
-    for architecture in checkpoint.model_config.get("architectures") or ():
-        if not str(architecture).endswith("ForCausalLM"):
-            yield f"was tried with causal language models only, not with {architecture}"
-    if not mixtures and _has_experts(checkpoint):
-        yield "was not tried with mixtures of experts"
-
-
-def _has_experts(checkpoint: Checkpoint) -> bool:
-    return any(".experts." in name for name in checkpoint.layers)
-
-
-def _against_gptqmodel(checkpoint: Checkpoint) -> Iterator[str]:
-    yield from _untried(checkpoint, mixtures=True)
-    if any(".block_sparse_moe.experts." in name for name in checkpoint.layers):
-        yield "looks for experts under other names, mlp.experts.N.gate_proj and so on"
-    if checkpoint.model_config.get("model_type") == "gpt_oss":
-        yield "computes other logits for this architecture"
-    version = re.search(r"gptqmodel:(\d+)\.(\d+)", checkpoint.declared.writer or "", re.IGNORECASE)
-    trusted = version is not None and (int(version[1]), int(version[2])) >= (0, 9)
-    if checkpoint.declared.format == "gptq" and not checkpoint.declared.sym and not trusted:
-        yield "refuses asymmetric version 1 files of other programs; convert to gptq_v2"
-    yield from _odd_dimensions(checkpoint, 32, 32)
-
-
-def _against_transformers(checkpoint: Checkpoint) -> Iterator[str]:
-    yield from _untried(checkpoint)
-    yield from _odd_dimensions(checkpoint, 32, 32)
-    yield from _mixed(checkpoint)
-    without = [name for name in checkpoint.layers if f"{name}.g_idx" not in checkpoint.tensors.where]
-    if without:
-        yield f"needs g_idx, which {len(without)} layers lack"
-    if outside := _outside_blocks(checkpoint):
-        yield f"leaves the quantized {', '.join(outside)} at random values"
-    skipped = skipped_modules(checkpoint.layers, matrices(checkpoint.other_names, checkpoint.tensors))
-    groups = checkpoint.quantization_config.get("modules_in_block_to_quantize")
-    if not isinstance(groups, list):
-        groups = []
-    listed = {str(inner) for group in groups if isinstance(group, list) for inner in group}
-    if skipped and not listed:
-        yield "needs modules_in_block_to_quantize in the config, because some modules are not quantized"
-    elif any(name.endswith(f".{inner}") for name in skipped for inner in listed):
-        yield "cannot leave a module in floating point in some blocks and quantize it in others"
-
-
-def _against_vllm(checkpoint: Checkpoint) -> Iterator[str]:
-    yield from _untried(checkpoint)
-    bits = sorted({spec.bits for spec in checkpoint.layers.values()} - {4, 8})
-    if bits:
-        yield f"serves 4 and 8 bits, not {_listed(bits)}"
-    if not all(spec.sym for spec in checkpoint.layers.values()):
-        yield "serves symmetric checkpoints only"
-    sizes = {_declared_group(spec) for spec in checkpoint.layers.values()}
-    if checkpoint.declared.desc_act and sizes != {-1}:
-        yield "rejects desc_act with groups; quantize with static_groups or act_group_aware"
-    if any(spec.act_order for spec in checkpoint.layers.values()):
-        yield "ignores g_idx, so act-order comes out wrong"
-    if odd := sorted(sizes - {-1, 32, 64, 128}):
-        yield f"has kernels for groups of 32, 64, 128 or whole rows, not {_listed(odd)}"
-    yield from _odd_dimensions(checkpoint, 128, 64)
-    yield from _fused(checkpoint)
-
-
-def _against_sglang(checkpoint: Checkpoint) -> Iterator[str]:
-    yield from _untried(checkpoint)
-    kinds = {(spec.bits, spec.sym) for spec in checkpoint.layers.values()}
-    dtype = str(checkpoint.model_config.get("torch_dtype") or checkpoint.model_config.get("dtype"))
-    if not kinds <= {(4, True), (8, True)} and dtype.removeprefix("torch.") != "float16":
-        yield f"computes in float16 only, and the model's dtype is {dtype}"
-    yield from _fused(checkpoint)
-
-
-def _against_autogptq(checkpoint: Checkpoint) -> Iterator[str]:
-    yield from _untried(checkpoint)
-    if checkpoint.declared.format == "gptq_v2":
-        yield "reads version 2 as version 1 without notice, every zero off by one; convert to gptq"
-    yield from _mixed(checkpoint)
-    if outside := _outside_blocks(checkpoint):
-        yield f"quantizes nothing outside the blocks, but {', '.join(outside)} is"
-    if skipped := skipped_modules(checkpoint.layers, matrices(checkpoint.other_names, checkpoint.tensors)):
-        yield f"cannot leave modules of the blocks in floating point ({len(skipped)} are)"
-    yield from _odd_dimensions(checkpoint, 32, 32)
-
-
-def _mixed(checkpoint: Checkpoint) -> Iterator[str]:
-    if any(
-        (spec.bits, spec.group_size) != (checkpoint.declared.bits, checkpoint.declared.group_size or spec.in_features)
-        for spec in checkpoint.layers.values()
-    ):
-        yield "knows one setting of bits and group size for all modules"
-
-
-def _odd_dimensions(checkpoint: Checkpoint, inputs: int, outputs: int) -> Iterator[str]:
-    """Layers that do not divide; projections that readers fuse count together."""
+def _odd_size(layers: Mapping[str, LayerSpec], inputs: int, outputs: int) -> str:
+    """Name a layer whose sizes are no multiples; projections that readers fuse count together."""
     fused: Counter[str] = Counter()
-    for name, spec in checkpoint.layers.items():
+    for name, spec in layers.items():
         fused[_fused_name(name)] += spec.out_features
-    odd = [
-        name
-        for name, spec in checkpoint.layers.items()
-        if spec.in_features % inputs or fused[_fused_name(name)] % outputs
-    ]
-    if odd:
-        spec = checkpoint.layers[odd[0]]
-        yield (
-            f"needs inputs that are multiples of {inputs} and outputs of {outputs}; {odd[0]} has {spec.in_features} "
-            f"and {spec.out_features}"
-        )
+    for name, spec in layers.items():
+        if spec.in_features % inputs or fused[_fused_name(name)] % outputs:
+            sizes = f"{spec.in_features} and {spec.out_features}"
+            return f"needs inputs that are multiples of {inputs} and outputs of {outputs}; {name} has {sizes}"
+    return ""
 
 
-def _fused(checkpoint: Checkpoint) -> Iterator[str]:
-    """Projections that servers fuse must be quantized alike, all or none."""
+def _unlike(layers: Mapping[str, LayerSpec], skipped: Iterable[str]) -> str:
+    """Name a fused projection whose parts differ: servers need them quantized alike, all or none."""
     kinds: dict[str, set[tuple[int, int] | None]] = {}
-    for name, spec in checkpoint.layers.items():
+    for name, spec in layers.items():
         kinds.setdefault(_fused_name(name), set()).add((spec.bits, spec.group_size))
-    for name in skipped_modules(checkpoint.layers, matrices(checkpoint.other_names, checkpoint.tensors)):
+    for name in skipped:
         kinds.setdefault(_fused_name(name), set()).add(None)
-    if unlike := [name for name, found in kinds.items() if len(found) > 1]:
-        yield f"needs the parts of {unlike[0]} quantized alike"
+    return next((name for name, found in kinds.items() if len(found) > 1), "")
 
 
 def _fused_name(name: str) -> str:
@@ -251,9 +210,5 @@ def _fused_name(name: str) -> str:
     return stem + dot + next((fused for fused, parts in FUSED.items() if last in parts), last)
 
 
-def _outside_blocks(checkpoint: Checkpoint) -> list[str]:
-    return [name for name in checkpoint.layers if not any(part.isdigit() for part in name.split("."))]
-
-
-def _listed(values: list[int]) -> str:
+def _listed(values: Iterable[object]) -> str:
     return ", ".join(map(str, values))

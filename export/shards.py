@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,9 +27,8 @@ JOINED_BYTES = 64 << 20  # files are joined up to this, so that joining takes li
 class Shards:
     """The tensors of several safetensors files by name, mapped on demand.
 
-    Args:
+    Attributes:
         where: The file of every tensor.
-        handles: The files, opened.
     """
 
     def __init__(self, where: Mapping[str, Path], handles: Mapping[Path, Any]) -> None:
@@ -42,11 +41,7 @@ class Shards:
         return list(self._handles)
 
     def get(self, name: str) -> Tensor:
-        """Return the tensor called `name`, mapped from its file.
-
-        Raises:
-            CheckpointError: No such tensor, or one of a dtype that torch does not know.
-        """
+        """Return the tensor called `name`, mapped from its file; CheckpointError where torch cannot."""
         if name not in self.where:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}; it has {some(self.where)}")
         try:
@@ -85,18 +80,23 @@ class Shards:
             CheckpointError: No safetensors files, several without an index, an index that points elsewhere or to what
                 is not there, or damaged headers.
         """
-        index = _find_index(path)
-        if index is None:
+        usual = path / "model.safetensors.index.json"
+        indices = [usual] if usual.exists() else sorted(path.glob("*.safetensors.index.json"))
+        if not indices:
             return cls.of_files([_find_single(path, base_name)])
-        weight_map = _weight_map(index)
-        handles = {path / file: _open(path / file) for file in dict.fromkeys(weight_map.values())}
+        index = indices[0]
+        if len(indices) > 1:
+            found = some(file.name for file in indices)
+            raise CheckpointError(f"{path} has several indices: {found}; keep the right one")
+        where = {name: path / file for name, file in _weight_map(index).items()}
+        handles = {file: _open(file) for file in dict.fromkeys(where.values())}
         held = {file: set(handle.keys()) for file, handle in handles.items()}
-        for name, file in weight_map.items():
-            if name not in held[path / file]:
+        for name, file in where.items():
+            if name not in held[file]:
                 raise CheckpointError(
-                    f"{index} puts {name} into {file}, which does not hold it; fetch both files again"
+                    f"{index} puts {name} into {file.name}, which does not hold it; fetch both files again"
                 )
-        return cls({name: path / file for name, file in weight_map.items()}, handles)
+        return cls(where, handles)
 
 
 def write_files(stem: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes: int = MAX_SHARD_BYTES) -> list[Path]:
@@ -140,7 +140,12 @@ def join_files(files: Sequence[Path], directory: Path, max_bytes: int = MAX_SHAR
         for name in _open(file).keys():  # noqa: SIM118
             if seen.setdefault(name, file) != file:
                 raise CheckpointError(f"{name} stands in two files, {seen[name]} and {file}")
-    groups = list(_groups(files, min(max_bytes, JOINED_BYTES)))
+    groups: list[list[Path]] = []
+    for file in files:
+        if groups and sum(each.stat().st_size for each in (*groups[-1], file)) <= min(max_bytes, JOINED_BYTES):
+            groups[-1].append(file)
+        else:
+            groups.append([file])
     weight_map: dict[str, str] = {}
     total = 0
     for number, group in enumerate(groups, start=1):
@@ -160,20 +165,6 @@ def join_files(files: Sequence[Path], directory: Path, max_bytes: int = MAX_SHAR
     if len(groups) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(directory / "model.safetensors.index.json", index)
-
-
-def _groups(files: Sequence[Path], max_bytes: int) -> Iterator[list[Path]]:
-    """Yield neighbouring files that are small together."""
-    group: list[Path] = []
-    size = 0
-    for file in files:
-        more = file.stat().st_size
-        if group and size + more > max_bytes:
-            yield group
-            group, size = [], 0
-        group.append(file)
-        size += more
-    yield group
 
 
 def _link(file: Path, target: Path) -> None:
@@ -207,22 +198,13 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
 
 
-def _find_index(path: Path) -> Path | None:
-    if (path / "model.safetensors.index.json").exists():
-        return path / "model.safetensors.index.json"
-    found = sorted(path.glob("*.safetensors.index.json"))
-    if len(found) > 1:
-        raise CheckpointError(f"{path} has several indices: {some(file.name for file in found)}; keep the right one")
-    return found[0] if found else None
-
-
 def _find_single(path: Path, base_name: object) -> Path:
     found = sorted(path.glob("*.safetensors"))
+    if len(found) == 1:
+        return found[0]
     for file in (path / "model.safetensors", path / f"{base_name}.safetensors"):
         if file in found:
             return file
-    if len(found) == 1:
-        return found[0]
     if found:
         raise CheckpointError(
             f"{path} has {len(found)} safetensors files ({some(file.name for file in found)}) and no index; fetch "
@@ -267,11 +249,7 @@ def some(names: Iterable[str], limit: int = 4) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`.
-
-    Raises:
-        CheckpointError: No such file, or no JSON object in it.
-    """
+    """Return the JSON object in `path`; CheckpointError where there is none."""
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError as error:

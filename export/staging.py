@@ -1,7 +1,6 @@
 """A directory that appears complete or not at all.
 
-It is written under a temporary name beside its target, `.NAME.gptqkit-incomplete-XXXXXXXX`, synced, and renamed. What a
-crash leaves behind can be recognised by that name and deleted.
+It is written beside its target, as `.NAME.gptqkit-incomplete-XXXXXXXX`, synced, and renamed; a crash leaves that there.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ def staged(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
         overwrite: Replace a quantized model that is there already, after the new one is complete.
 
     Raises:
-        OutputExistsError: The target exists, and `overwrite` is not set or it holds no quantized model.
-        OSError: The disk refused; nothing is left behind.
+        OutputExistsError, OSError: As `check_target`, or the disk refused; nothing is left behind.
     """
     target = Path(os.path.realpath(target))
     check_target(target, overwrite=overwrite)
@@ -45,8 +43,7 @@ def replace_directory(directory: Path, target: Path, *, overwrite: bool = False)
     """Sync `directory` and let it appear as `target`, in the place of a quantized model where that is wanted.
 
     Raises:
-        OutputExistsError: The target exists, and `overwrite` is not set or it holds no quantized model.
-        OSError: The disk refused; the target is as it was.
+        OutputExistsError, OSError: As `check_target`, or the disk refused; the target is as it was.
     """
     _sync(directory)
     check_target(target, overwrite=overwrite)

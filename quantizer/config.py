@@ -35,7 +35,7 @@ class ModuleOverride:
         if self.bits is not None:
             _check_bits(self.bits)
         if self.group_size is not None:
-            object.__setattr__(self, "group_size", _per_row_is_negative(self.group_size))
+            _check_group_size(self.group_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +103,8 @@ class QuantizeConfig:
     def __post_init__(self) -> None:
         _check_bits(self.bits)
         if self.group_size is not None:
-            size = _per_row_is_negative(self.group_size)
-            object.__setattr__(self, "group_size", None if size == -1 else size)
+            _check_group_size(self.group_size)
+            object.__setattr__(self, "group_size", None if self.group_size == -1 else self.group_size)
         if self.method not in METHODS:
             raise ConfigError(f"method is {self.method!r}; choose one of {', '.join(METHODS)}")
         if self.format not in FORMATS:
@@ -157,25 +157,18 @@ class QuantizeConfig:
         Raises:
             ConfigError: A key that is no setting, or a bad value.
         """
-        _check_keys(cls, values)
         overrides = values.get("overrides", {})
-        for override in overrides.values():
-            _check_keys(ModuleOverride, override)
-        return cls(**{**values, "overrides": {key: ModuleOverride(**value) for key, value in overrides.items()}})
-
-
-def _check_keys(kind: type[QuantizeConfig] | type[ModuleOverride], values: Mapping[str, Any]) -> None:
-    unknown = set(values) - {f.name for f in dataclasses.fields(kind)}
-    if unknown:
-        raise ConfigError(f"unknown settings: {', '.join(sorted(unknown))}")
+        try:
+            return cls(**{**values, "overrides": {key: ModuleOverride(**each) for key, each in overrides.items()}})
+        except TypeError as error:
+            raise ConfigError(f"these are no settings: {error}") from error
 
 
 def _check_bits(bits: int) -> None:
     if type(bits) is not int or bits not in BITS:
-        raise ConfigError(f"bits is {bits}; choose 2, 3, 4 or 8")
+        raise ConfigError(f"bits is {bits!r}; choose 2, 3, 4 or 8")
 
 
-def _per_row_is_negative(group_size: int) -> int:
-    if type(group_size) is int and (group_size == -1 or group_size > 0):
-        return group_size
-    raise ConfigError(f"group_size is {group_size!r}; give a positive number, or -1 for one group per row")
+def _check_group_size(group_size: int) -> None:
+    if type(group_size) is not int or not (group_size == -1 or group_size > 0):
+        raise ConfigError(f"group_size is {group_size!r}; give a positive number, or -1 for one group per row")

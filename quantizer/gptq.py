@@ -24,12 +24,12 @@ _SEGMENT = 16  # columns swept one by one before the rest of the block is update
 
 
 def solve_rtn(weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap: Snap) -> Solution:
-    """Round every weight to the nearest point of its group's grid.
+    """Round every weight to the nearest point of its group's grid; where `mse` searches for it, weighed by diag(H).
 
     Args:
         weight: W, (out, in), any float dtype; not modified.
-        moments: Weighs the search of grids by diag(H), where there is one.
-        config: Bits, groups and sym; with `mse`, grids are searched.
+        moments: H, where there is one.
+        config: Bits, groups, sym and mse.
         snap: What the file can hold.
 
     Raises:
@@ -79,14 +79,7 @@ def solve_gptaq(weight: Tensor, moments: Moments | None, config: QuantizeConfig,
     GPTAQ (arXiv 2504.02692): besides GPTQ's update, every column i adds w_i P[i, i+1:] to later columns,
     P = alpha * triu(C UT, 1) U. Without C, or where it is 0, this is GPTQ.
 
-    Args:
-        weight: W, (out, in), any float dtype; not modified.
-        moments: H and C.
-        config: The grid, the order of columns, the damping and `alpha`.
-        snap: What the file can hold.
-
-    Raises:
-        CalibrationError, ConfigError, ShapeError, NonFiniteError, SingularHessianError: As `solve_gptq`.
+    Arguments and errors are those of `solve_gptq`.
     """
     if moments is None:
         raise CalibrationError("GPTAQ needs calibration; give text, or use the method rtn")
@@ -126,16 +119,11 @@ def _prepare(
     moments: Moments, config: QuantizeConfig, group_size: int, dtype: torch.dtype
 ) -> tuple[ColumnOrder, HessianFactor, Tensor | None]:
     """Return the order of columns, R and P, which are the same for every weight that receives the same inputs."""
-    orders = (config.desc_act, config.static_groups, bool(config.act_group_aware))
-    key = (group_size, *orders, config.damp_percent, config.alpha, dtype, moments.cross is None)
+    names = ("desc_act", "static_groups", "act_group_aware")
+    orders = {name: bool(getattr(config, name)) for name in names}
+    key = (group_size, *orders.values(), config.damp_percent, config.alpha, dtype, moments.cross is None)
     if key not in moments.prepared:
-        order = column_order(
-            moments.hessian.diagonal(),
-            group_size,
-            desc_act=config.desc_act,
-            static_groups=config.static_groups,
-            act_group_aware=bool(config.act_group_aware),
-        )
+        order = column_order(moments.hessian.diagonal(), group_size, **orders)
         factor = factorize(moments.hessian, order.permutation, config.damp_percent, dtype)
         shift = None
         if moments.cross is not None:
@@ -148,15 +136,10 @@ def _prepare(
 
 
 def correction(cross: Tensor, factor: Tensor, alpha: float) -> Tensor:
-    """Return P = alpha * triu(C UT, 1) U, (in, in), strictly upper.
+    """Return P = alpha * triu(C UT, 1) U, (in, in), strictly upper, from C in the order of the sweep and R.
 
     Row q holds alpha * C[q, F] inv(Hd[F, F]), F the columns after q (arXiv 2504.02692, Theorem 4.2); U = inv(R) is
     applied by triangular solves.
-
-    Args:
-        cross: C in the order of the sweep, (in, in).
-        factor: R, (in, in) upper triangular.
-        alpha: Strength.
     """
     rotated: Tensor = torch.linalg.solve_triangular(factor, cross.T, upper=True).T.triu(1)
     shift: Tensor = torch.linalg.solve_triangular(factor, rotated, upper=True, left=False)
@@ -164,12 +147,7 @@ def correction(cross: Tensor, factor: Tensor, alpha: float) -> Tensor:
 
 
 def output_error(weight: Tensor, hessian: Tensor) -> float:
-    """Return tr(W H WT), the mean over tokens of ||W x||^2.
-
-    Args:
-        weight: W, (out, in) float32; or a difference of weights.
-        hessian: H, (in, in) float32, not damped.
-    """
+    """Return tr(W H WT), the mean over tokens of ||W x||^2, of a weight or a difference of weights, (out, in)."""
     with full_float32():
         return max(0.0, float(((weight @ hessian) * weight).sum(dtype=torch.float64)))
 

@@ -52,13 +52,7 @@ class IntegerZeroPoint:
 
 @dataclass(frozen=True, eq=False)
 class GroupGrid:
-    """The grids of one group of columns: value = code * scale + offset.
-
-    Attributes:
-        scale: (rows,) in the solver's dtype.
-        offset: (rows,) in the solver's dtype.
-        max_code: 2^bits - 1.
-    """
+    """The grids of one group of columns: scale and offset are (rows,) in the solver's dtype, max_code is 2^bits - 1."""
 
     scale: Tensor
     offset: Tensor

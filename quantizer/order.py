@@ -28,17 +28,11 @@ class ColumnOrder:
 def column_order(
     diagonal: Tensor, group_size: int, *, desc_act: bool, static_groups: bool, act_group_aware: bool
 ) -> ColumnOrder:
-    """Return the order for a Hessian with this diagonal.
+    """Return the order for a Hessian with this diagonal, (in,).
 
-    Natural order; or `desc_act`: falling diagonal, groups following the sweep (g_idx is then not monotonic) unless they
-    are static; or `act_group_aware`: falling diagonal inside each group, groups by their largest diagonal.
-
-    Args:
-        diagonal: diag(H), (in,).
-        group_size: Columns per group, a divisor of `in`.
-        desc_act: See above.
-        static_groups: Groups are those of the original columns, their grids fixed beforehand.
-        act_group_aware: See above.
+    Natural order; or `desc_act`: falling diagonal, groups following the sweep (g_idx is then not monotonic) or, with
+    `static_groups`, the original columns; or `act_group_aware`: falling diagonal inside each group, groups by their
+    largest diagonal.
 
     Raises:
         ConfigError: `group_size` does not divide the columns.

@@ -71,9 +71,7 @@ class QuantizedWeight:
         return bool(torch.equal(natural.to(torch.int32), self.group_index))
 
     def zero_point(self) -> Tensor:
-        """Return the integer zero points -offset / scale, (out, groups) int16.
-
-        Where the scale is 0, as in some files of other programs, every zero point will do.
+        """Return the integer zero points -offset / scale, (out, groups) int16; anything where a file's scale is 0.
 
         Raises:
             ShapeError: Some offset is no whole multiple of its scale.
@@ -94,10 +92,6 @@ class QuantizedWeight:
             index = self.group_index.long()
             value.mul_(self.scale[:, index]).add_(self.offset[:, index])
         return value.to(dtype)
-
-    def rows(self, rows: slice) -> QuantizedWeight:
-        """Return some of its rows; rows are quantized each by itself, so nothing else changes."""
-        return dataclasses.replace(self, codes=self.codes[rows], scale=self.scale[rows], offset=self.offset[rows])
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """Return the same weight with its tensors on `device`."""

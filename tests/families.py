@@ -178,9 +178,8 @@ def _work(kind, family, pipe):
     warnings.simplefilter("ignore")
     signal.alarm(150)
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as null:
-        with contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
-            found = outcome(kind, family, Path(folder))
-    pipe.send(found)
+        sys.stdout = sys.stderr = null
+        pipe.send(outcome(kind, family, Path(folder)))
 
 
 def apart(kind, family):

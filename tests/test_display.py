@@ -1,18 +1,14 @@
-"""Progress on a terminal is a bar, and one line per layer elsewhere."""
+"""Progress on a terminal is a bar, and one line per layer elsewhere; a report comes to a few lines."""
 
+import dataclasses
 import io
+import re
 
 import pytest
 
-from gptqkit.display import ProgressDisplay
+import gptqkit
+from gptqkit.display import ProgressDisplay, quantization_summary
 from gptqkit.progress import Progress
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self):
-        return True
 
 
 def quantize_two_layers_and_a_head(display):
@@ -22,7 +18,7 @@ def quantize_two_layers_and_a_head(display):
 
 
 def evaluate(display):
-    for done in range(1, 1001):
+    for done in range(8, 1001, 8):
         display(Progress(stage="evaluate", done=done, total=1000))
 
 
@@ -37,7 +33,7 @@ def evaluate(display):
                 "quantize: module.5, 5 of 5, mean error 0.5000 (rounding 1.0000)",
             ],
         ),
-        (evaluate, [f"evaluate: {n}00 of 1000" for n in range(1, 11)]),
+        (evaluate, [f"evaluate: {n} of 1000" for n in (104, 200, 304, 400, 504, 600, 704, 800, 904, 1000)]),
     ],
 )
 def test_a_line_per_layer_and_ten_of_other_stages_without_a_terminal(work, lines):
@@ -57,8 +53,9 @@ def test_an_unfinished_layer_is_told_when_the_work_ends():
     assert stream.getvalue().count("\n") == 1
 
 
-def test_bars_on_a_terminal():
-    stream = Terminal()
+def test_bars_on_a_terminal(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
     display = ProgressDisplay(stream)
     quantize_two_layers_and_a_head(display)
     display(Progress(stage="write", done=1, total=1))
@@ -67,3 +64,62 @@ def test_bars_on_a_terminal():
     assert "quantize: 100%" in text
     assert "module.5 error 0.5000, rounding 1.0000" in text
     assert "write: 100%" in text
+
+
+PLAIN = gptqkit.ModuleReport(
+    name="plain",
+    layer=0,
+    shape=(64, 64),
+    bits=4,
+    group_size=32,
+    error=None,
+    rounding_error=None,
+    worse_than_rounding=False,
+    damp_percent=None,
+    damp_escalations=0,
+    dead_columns=0,
+    seconds=1.0,
+    method="rtn",
+)
+REPORT = gptqkit.QuantizationReport(
+    model="model",
+    config=gptqkit.QuantizeConfig(),
+    samples=0,
+    sequence_length=0,
+    seed=0,
+    tokens=0,
+    excluded_samples=0,
+    batch_size=1,
+    block_weights=4096,
+    quantized_weights=4096,
+    device="cpu",
+    seconds=12.5,
+    versions={},
+    modules=[PLAIN],
+)
+
+
+def test_a_summary_says_what_happened_and_nothing_else():
+    assert quantization_summary(REPORT) == "modules   1\nseconds   12.5"
+    good = dataclasses.replace(PLAIN, name="good", error=0.02, rounding_error=0.03, damp_escalations=1)
+    bad = dataclasses.replace(PLAIN, name="bad", error=0.05, rounding_error=0.04, worse_than_rounding=True)
+    bad = dataclasses.replace(bad, tokens=3, prior_tokens=61, dead_columns=2)
+    few = dataclasses.replace(bad, name="few", tokens=2, worse_than_rounding=False)
+    happened = {"modules": [good, bad, few], "block_weights": 8192, "left_in_float": ["odd"], "excluded_samples": 1}
+    row = {"dataset": "book.txt", "perplexity": 12.3456789}
+    shown = quantization_summary(dataclasses.replace(REPORT, **happened, perplexity=[row]))
+    assert [re.split("   +", line) for line in shown.splitlines()] == [
+        ["modules", "3"],
+        ["seconds", "12.5"],
+        ["mean error", "0.04"],
+        ["mean error of rounding", "0.036667"],
+        ["largest error", "0.05 in bad"],
+        ["worse than plain rounding", "bad"],
+        ["damping raised", "good"],
+        ["dead input columns", "4"],
+        ["experts with few tokens", "few, bad; filled up from their layers', the fewest 2 of their own"],
+        ["left in floating point", "50.0% of the weights in the blocks"],
+        ["Linears that compute something else", "odd"],
+        ["left-out samples", "1"],
+        ["perplexity on book.txt", "12.346"],
+    ]

@@ -86,7 +86,7 @@ def test_what_an_encoder_has_not_is_refused(source, out, tmp_path):
     ("pooling", "found"),
     [
         ({"pooling_mode": "lasttoken", "embedding_dimension": 64}, "lasttoken"),
-        ({"pooling_mode_mean_tokens": True}, "mean"),
+        ({"pooling_mode_mean_tokens": True, "include_prompt": True}, "mean"),
         ({"pooling_mode_max_tokens": True}, None),
         ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, None),
         ({"pooling_mode": ["cls", "mean"]}, None),

@@ -149,20 +149,6 @@ def test_what_does_not_fit_the_model_is_named(name, removed, added, config, mess
         load(path, device="cpu")
 
 
-def test_passthrough_tensors_are_left_alone_and_no_others(checkpoint, expected):
-    for file in ("config.json", "quantize_config.json"):
-        values = json.loads((checkpoint / file).read_text())
-        values.get("quantization_config", values)["meta"]["passthrough_tensors"] = ["model.layers.2.eh_proj.weight"]
-        (checkpoint / file).write_text(json.dumps(values))
-    rewrite(checkpoint, lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": torch.zeros(64, 128)}))
-    assert torch.equal(outputs(load(checkpoint, device="cpu")[0]), expected)
-    rewrite(checkpoint, lambda tensors: tensors.update({"model.layers.2.enorm.weight": torch.zeros(64)}))
-    with pytest.raises(
-        CheckpointError, match=r"^model\.layers\.2\.enorm\.weight: no place for them in LlamaForCausalLM"
-    ):
-        load(checkpoint, device="cpu")
-
-
 def test_bad_requests(checkpoint, tmp_path):
     with pytest.raises(BackendError, match="choose one of auto"):
         load(tmp_path / "nowhere", backend="tpu")

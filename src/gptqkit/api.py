@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .architecture import without_bars
+from .assembly import assemble
 from .calibration.batches import out_of_memory
 from .calibration.config import Calibration
 from .calibration.samples import Samples, load_samples, load_text
@@ -22,9 +22,10 @@ from .errors import ArchitectureError, CalibrationError, ConfigError, DoesNotFit
 from .evaluating import check_length, default_length, evaluate, is_encoder
 from .evaluation.config import Evaluation
 from .evaluation.perplexity import cut_windows
-from .export.checkpoint import public_name
+from .export.checkpoint import public_name, write_report
 from .export.staging import check_target
-from .job import Job, check_agreement, identity_of, versions, work_path
+from .identity import check_agreement, identity_of
+from .job import Job, work_path
 from .loading import choose_device, load_tokenizer
 from .memory import estimate
 from .model import FloatModel
@@ -100,15 +101,17 @@ def quantize(
             source = FloatModel(path, trust_remote_code=run.trust_remote_code)
             if tokenizer is None:
                 tokenizer = load_tokenizer(source.path, trust_remote_code=run.trust_remote_code)
-            length, samples = _samples(source, calibration, tokenizer)
+            samples = None if calibration is None else _samples(source, calibration, tokenizer)
+            length = default_length(source.model) if samples is None else samples.input_ids.shape[1]
             text = None if evaluate_on is None else _text(source, evaluate_on, tokenizer, length)
         identity = identity_of(source, config, samples, run.batch_size, processes.device)
         check_agreement(processes, identity)
         with Job(out, identity, processes, resume=run.resume, overwrite=run.overwrite) as job:
-            run = _planned(source, config, samples, length, run, processes, job)
+            job.check_shared()
+            run = _planned(source, config, samples, run, processes, job)
             pipeline = Pipeline(source, samples, config, job, processes, run=run, progress=progress)
             try:
-                modules = pipeline.run()
+                pipeline.run()
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
@@ -116,38 +119,17 @@ def quantize(
                     f"out of memory with one sample per batch ({str(error).splitlines()[0]}); use --activations disk "
                     "(activations='disk') or fewer or shorter samples"
                 ) from error
-            batches, blocks = pipeline.batches, source.blocks
-            report = QuantizationReport(
-                model=name,
-                config=config,
-                samples=0 if samples is None else len(samples.input_ids),
-                sequence_length=length,
-                seed=0 if calibration is None else calibration.seed,
-                tokens=0 if batches is None else batches.tokens,
-                excluded_samples=0 if batches is None else int((~batches.counts).sum()),
-                batch_size=1 if batches is None else batches.size,
-                block_weights=sum(tensor.numel() for tensor in blocks.parameters() if tensor.dim() >= 2),
-                quantized_weights=sum(each.shape[0] * each.shape[1] for each in modules if each.layer is not None),
-                device=processes.device.type,
-                seconds=job.seconds,
-                versions=versions(),
-                left_in_float=pipeline.left,
-                modules=modules,
-            )
-
-            def measure(staged: Path) -> Mapping[str, Any]:
-                nonlocal report
-                if text is not None:
-                    how = Evaluation(sequence_length=length, device=str(processes.device))
-                    scores = evaluate(staged, text, how, progress=progress)
-                    row = {"dataset": public_name(evaluate_on), **scores.to_dict()}
-                    report = dataclasses.replace(report, perplexity=[row])
-                return {"perplexity": report.perplexity}
-
+            report = pipeline.report(name, seed=0 if calibration is None else calibration.seed)
             with processes.together():
                 if processes.rank == 0:
-                    job.finish(source, config, report.to_dict(), tokenizer, run.max_shard_bytes, measure)
-            report = processes.gather(report)[0]
+                    staged = assemble(job.folder, job.records, source, config, tokenizer, run.max_shard_bytes)
+                    if text is not None:
+                        how = Evaluation(sequence_length=length, device=str(processes.device))
+                        scores = evaluate(staged, text, how, progress=progress).to_dict()
+                        report = replace(report, perplexity=[{"dataset": public_name(evaluate_on), **scores}])
+                    write_report(staged, report.to_dict())
+                    job.publish(staged)
+        report = processes.gather(report)[0]
     return QuantizeResult(report, out)
 
 
@@ -164,16 +146,14 @@ def _on_disk(model: str | Path | PreTrainedModel) -> Iterator[tuple[str | Path, 
         yield folder, name
 
 
-def _samples(source: FloatModel, calibration: Calibration | None, tokenizer: Any) -> tuple[int, Samples | None]:
-    """Return the tokens per sample and the samples; ready ones have their own length."""
-    wanted = None if calibration is None else calibration.sequence_length
-    length = wanted or default_length(source.model)
+def _samples(source: FloatModel, calibration: Calibration, tokenizer: Any) -> Samples:
+    """Draw the samples; ready ones have their own length, unless another is asked for."""
+    length = calibration.sequence_length or default_length(source.model)
     check_length(source.model, length)
-    if calibration is None:
-        return length, None
     vocab_size = source.model.get_input_embeddings().weight.shape[0]
     samples = load_samples(calibration, tokenizer, sequence_length=length, vocab_size=vocab_size)
-    return length, samples
+    check_length(source.model, samples.input_ids.shape[1])
+    return samples
 
 
 def _text(source: FloatModel, dataset: Any, tokenizer: Any, length: int) -> Tensor:
@@ -189,20 +169,14 @@ def _text(source: FloatModel, dataset: Any, tokenizer: Any, length: int) -> Tens
 
 
 def _planned(
-    source: FloatModel,
-    config: QuantizeConfig,
-    samples: Samples | None,
-    length: int,
-    run: Run,
-    processes: Processes,
-    job: Job,
+    source: FloatModel, config: QuantizeConfig, samples: Samples | None, run: Run, processes: Processes, job: Job
 ) -> Run:
     """Return `run` with the place of hidden states chosen, the same in all processes; refuse what cannot run."""
-    count = 0 if samples is None else len(samples.input_ids)
-    needed = estimate(source.empty, config, count, length, run, processes.device, job.folder, processes=processes.size)
+    shape = None if samples is None else samples.input_ids.shape
+    needed = estimate(source.empty, config, shape, run, processes.device, job.folder, processes=processes.size)
     with processes.together():
         if processes.rank == 0 and not job.records:
             needed.check()
     places = processes.gather(needed.activations)
     slowest = max(places, key=("device", "memory", "disk").index)
-    return dataclasses.replace(run, activations=slowest)
+    return replace(run, activations=slowest)

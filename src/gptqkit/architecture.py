@@ -19,11 +19,7 @@ from .errors import ArchitectureError, DatasetUnavailableError, GptqkitError
 def model_class(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Any:
     """Return the class that `config` names, be it a language model, a composite model or an encoder.
 
-    AutoModelForCausalLM where the class is none of transformers' own.
-
-    Args:
-        config: The configuration.
-        trust_remote_code: Prefer the code that the model brings along, where it does.
+    AutoModelForCausalLM where the class is none of transformers' own, or the model's own code is trusted.
     """
     if not (trust_remote_code and getattr(config, "auto_map", None)):
         for name in config.architectures or ():
@@ -37,11 +33,6 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_co
     """Return the model of `config` in evaluation mode, parameters on the meta device; buffers have their first values.
 
     No memory is taken for weights, not even in passing: the stacked experts of one block can be larger than RAM.
-
-    Args:
-        config: The configuration.
-        dtype: Of the parameters.
-        trust_remote_code: As for `model_class`.
     """
     kind = model_class(config, trust_remote_code=trust_remote_code)
     with torch.device("meta"), meta_device_safe_creation_ops():

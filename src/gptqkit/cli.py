@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import inspect
 import json
 import logging
@@ -27,7 +28,7 @@ from .evaluation.config import Evaluation
 from .export.formats import FORMATS
 from .quantizer.config import ModuleOverride, QuantizeConfig
 from .run import Run
-from .units import parse_size, size_text
+from .units import size_text
 from .version import __version__
 
 T = TypeVar("T")
@@ -48,23 +49,20 @@ SOURCES = (
     "(samples, length)"
 )
 
+MODEL = "folder of a transformers model, or its id on the Hub"
+NEW = "folder to write; new, unless --overwrite is given"
+CALIBRATION = f"text to calibrate on, which every method but rtn needs: {SOURCES}. May be repeated for several files"
+REFERENCE = "float model to compare with, by KL divergence and top-1 agreement, or by the embeddings of an encoder"
+OVERRIDE = (
+    "other settings for modules whose full name matches the regular expression; may be repeated, and the first "
+    "--override or --skip that matches counts"
+)
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print two lines, not the whole usage, and exit with 2."""
         self.exit(2, f"{self.prog}: usage error: {message}\nTry '{self.prog} --help'.\n")
-
-
-class _Switch(argparse.Action):
-    """An option for True and perhaps one for False, such as --mse and --no-mse, in one entry of the help."""
-
-    def __call__(self, _: Any, namespace: argparse.Namespace, __: Any, option_string: str | None = None) -> None:
-        """Note which of the two it was."""
-        setattr(namespace, self.dest, option_string == self.option_strings[0])
-
-    def format_usage(self) -> str:
-        """Return both for the first lines of the help."""
-        return " | ".join(self.option_strings)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,12 +78,16 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
 
     quantize = _add_command(commands, _quantize, "quantize a model and write a checkpoint")
-    quantize.add_argument("model", metavar="MODEL", help="folder of a transformers model, or its id on the Hub")
-    quantize.add_argument("out", metavar="OUT", type=Path, help="folder to write; new, unless --overwrite is given")
+    quantize.add_argument("model", metavar="MODEL", help=MODEL)
+    quantize.add_argument("out", metavar="OUT", type=Path, help=NEW)
+    quantize.add_argument("--calibration", action="append", metavar="SOURCE", help=CALIBRATION)
+    quantize.add_argument(
+        "--evaluate-on", metavar="SOURCE", help="also measure the checkpoint's perplexity on this text"
+    )
     _add_settings(quantize)
 
     plan = _add_command(commands, _plan, "estimate the memory and disk space that quantizing a model needs")
-    plan.add_argument("model", metavar="MODEL", help="folder of a transformers model, or its id on the Hub")
+    plan.add_argument("model", metavar="MODEL", help=MODEL)
     plan.add_argument("--out", metavar="OUT", type=Path, help="folder that would be written (default: one here)")
     plan.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     _add_settings(plan)
@@ -93,11 +95,7 @@ def parser() -> argparse.ArgumentParser:
     evaluate = _add_command(commands, _evaluate, "measure a model's perplexity, and how far it is from a reference")
     evaluate.add_argument("model", metavar="MODEL", help="folder of a model, quantized or not, or its id on the Hub")
     evaluate.add_argument("--dataset", required=True, metavar="SOURCE", help=f"text to measure on: {SOURCES}")
-    evaluate.add_argument(
-        "--reference",
-        metavar="MODEL",
-        help="float model to compare with, by KL divergence and top-1 agreement, or by the embeddings of an encoder",
-    )
+    evaluate.add_argument("--reference", metavar="MODEL", help=REFERENCE)
     evaluate.add_argument("--json", action="store_true", help="print JSON")
     _add_fields(evaluate, Evaluation)
 
@@ -107,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
 
     convert = _add_command(commands, _convert, "write a checkpoint in another format, exactly or not at all")
     convert.add_argument("source", metavar="IN", type=Path, help="folder of a quantized model")
-    convert.add_argument("target", metavar="OUT", type=Path, help="folder to write; new, unless --overwrite is given")
+    convert.add_argument("target", metavar="OUT", type=Path, help=NEW)
     convert.add_argument("--format", choices=list(FORMATS), required=True, help="format of OUT")
     convert.add_argument("--overwrite", action="store_true", help="replace OUT if it is a quantized checkpoint")
     return root
@@ -132,26 +130,10 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
     grid = command.add_argument_group("quantization")
     _add_fields(grid, QuantizeConfig)
     add: dict[str, Any] = {"action": "append", "default": [], "dest": "overrides"}
-    grid.add_argument(
-        "--override",
-        type=_override,
-        metavar="REGEX:bits=8,group_size=32",
-        help="other settings for modules whose full name matches the regular expression; may be repeated, and the "
-        "first --override or --skip that matches counts",
-        **add,
-    )
+    grid.add_argument("--override", type=_override, metavar="REGEX:bits=8,group_size=32", help=OVERRIDE, **add)
     grid.add_argument("--skip", type=_skip, metavar="REGEX", help="leave such modules in floating point", **add)
-    data = command.add_argument_group("calibration")
-    data.add_argument(
-        "--calibration",
-        action="append",
-        metavar="SOURCE",
-        help=f"text to calibrate on, which every method but rtn needs: {SOURCES}. May be repeated for several files",
-    )
-    _add_fields(data, Calibration)
-    run = command.add_argument_group("run")
-    run.add_argument("--evaluate-on", metavar="SOURCE", help="also measure the checkpoint's perplexity on this text")
-    _add_fields(run, Run)
+    _add_fields(command.add_argument_group("calibration"), Calibration)
+    _add_fields(command.add_argument_group("run"), Run)
 
 
 def _add_fields(group: argparse._ActionsContainer, kind: type) -> None:
@@ -162,24 +144,24 @@ def _add_fields(group: argparse._ActionsContainer, kind: type) -> None:
         if base not in ("bool", "int", "float", "str"):
             continue
         option, shown = field.name.replace("_", "-"), cast(Any, field.default)
-        options = [f"--{option}"]
         how: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
         if base == "bool":
-            how |= {"action": _Switch, "nargs": 0}
-            if field.default is not False:
-                options.append(f"--{field.metadata.get('off', f'no-{option}')}")
-            shown = (option if "off" in field.metadata else "on") if field.default else None
+            how["action"] = (
+                "store_true" if shown is False or "off" in field.metadata else argparse.BooleanOptionalAction
+            )
+            shown = "on" if shown else None
         elif field.name.endswith("_bytes"):
             how |= {"type": _size, "metavar": "SIZE"}
             shown = size_text(shown).replace(".00 ", "")
         else:
-            how["type"] = {"int": int, "float": float, "str": str}[base]
+            how["type"], how["metavar"] = {"int": (int, "N"), "float": (float, "X"), "str": (str, "NAME")}[base]
             if "choices" in field.metadata:
-                how["choices"] = list(field.metadata["choices"])
-            else:
-                how["metavar"] = {"int": "N", "float": "X", "str": "NAME"}[base]
+                how |= {"choices": list(field.metadata["choices"]), "metavar": None}
         text = texts[field.name] + (f" (default: {shown})" if shown is not None else "")
-        group.add_argument(*options, help=text.replace("%", "%%"), **how)
+        group.add_argument(f"--{option}", help=text.replace("%", "%%"), **how)
+        if "off" in field.metadata:
+            how |= {"action": "store_false", "help": f"the opposite of --{option}"}
+            group.add_argument(f"--{field.metadata['off']}", **how)
 
 
 def _attribute_texts(kind: type) -> dict[str, str]:
@@ -220,7 +202,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _quantize(arguments: argparse.Namespace) -> None:
-    config, run, calibration = _config(arguments), _from(arguments, Run), _calibration(arguments)
+    config, run, calibration = _config(arguments), _from(arguments, Run), None
+    if arguments.calibration is not None:
+        first, *more = arguments.calibration
+        source = [Path(value) for value in (first, *more)] if more else first
+        calibration = _from(arguments, Calibration, source=source)
     _quieten_libraries(arguments.verbose)
     import gptqkit
 
@@ -228,17 +214,10 @@ def _quantize(arguments: argparse.Namespace) -> None:
     if not speaks:
         logging.getLogger("gptqkit").setLevel(logging.ERROR)
     with closing(ProgressDisplay()) as progress:
-        result = gptqkit.quantize(
-            arguments.model,
-            calibration,
-            arguments.out,
-            config,
-            run=run,
-            evaluate_on=arguments.evaluate_on,
-            progress=progress,
-        )
+        how: dict[str, Any] = {"run": run, "evaluate_on": arguments.evaluate_on, "progress": progress}
+        result = gptqkit.quantize(arguments.model, calibration, arguments.out, config, **how)
     if speaks:
-        print(quantization_summary(result.report.to_dict()))
+        print(quantization_summary(result.report))
         print(f"written to {arguments.out}")
 
 
@@ -300,18 +279,12 @@ def _config(arguments: argparse.Namespace) -> QuantizeConfig:
     return _from(arguments, QuantizeConfig, overrides=overrides)
 
 
-def _calibration(arguments: argparse.Namespace) -> Calibration | None:
-    values = arguments.calibration
-    if values is None:
-        return None
-    return _from(arguments, Calibration, source=values[0] if len(values) == 1 else [Path(value) for value in values])
-
-
 def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    """Return the bytes in `8GiB`, `500 MiB` or a plain number."""
+    match = re.fullmatch(r"(\d+) ?(|KiB|MiB|GiB|TiB)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one such as 8GiB or 500MiB")
+    return int(match[1]) << (10 * ("", "KiB", "MiB", "GiB", "TiB").index(match[2]))
 
 
 def _override(text: str) -> tuple[str, ModuleOverride]:
@@ -355,12 +328,7 @@ def _quieten_libraries(verbose: bool) -> None:
     """Keep the model and data libraries to errors: their bars and notes would bury ours."""
     if verbose:
         return
-    import datasets
-    import huggingface_hub
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    datasets.utils.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    huggingface_hub.utils.logging.set_verbosity_error()
+    for name in ("datasets", "huggingface_hub", "transformers"):
+        importlib.import_module(name)  # which sets its level
+        logging.getLogger(name).setLevel(logging.ERROR)
+    sys.modules["datasets"].disable_progress_bars()

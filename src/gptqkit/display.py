@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from .progress import Progress
+from .report import ModuleReport, QuantizationReport
 from .units import size_text
 
 
@@ -27,67 +28,54 @@ class ProgressDisplay:
         self._stream = sys.stderr if stream is None else stream
         self._bar: tqdm[Any] | None = None
         self._stage: str | None = None
-        self._began, self._done_before = 0.0, 0
-        self._layer: list[Progress] = []
-        self._tenths = 0
+        self._began, self._done_before, self._told = 0.0, 0, 0
+        self._untold: list[Progress] = []  # steps of a layer, or of a tenth of another stage
 
     def __call__(self, step: Progress) -> None:
         """Show `step`; a step of another stage closes the bar of the one before."""
         if step.stage != self._stage:
             self.close()
-            self._stage, self._began, self._done_before = step.stage, time.monotonic(), step.done - 1
+            self._stage, self._began = step.stage, time.monotonic()
+            self._done_before = self._told = step.done - 1
             if self._stream.isatty():
-                self._bar = tqdm(
-                    desc=step.stage,
-                    total=step.total,
-                    initial=self._done_before,
-                    file=self._stream,
-                    dynamic_ncols=True,
-                )
+                settings: dict[str, Any] = {"total": step.total, "initial": step.done - 1, "dynamic_ncols": True}
+                self._bar = tqdm(desc=step.stage, file=self._stream, **settings)
         if self._bar is not None:
             if step.module is not None:
                 errors = "" if step.error is None else f" error {step.error:.4f}, rounding {step.rounding_error:.4f}"
                 self._bar.set_postfix_str(step.module + errors, False)
             self._bar.update(step.done - self._bar.n)
-        elif step.module is not None:
-            if self._layer and self._layer[-1].layer != step.layer:
-                self._flush_layer()
-            self._layer.append(step)
-            if step.done == step.total:
-                self._flush_layer()
-        elif step.done == step.total or step.done * 10 // step.total > self._tenths:
-            self._tenths = step.done * 10 // step.total
-            self._write(f"{step.stage}: {step.done} of {step.total}", step)
+            return
+        if self._untold and self._untold[-1].layer != step.layer:
+            self._tell()
+        self._untold.append(step)
+        tenth = step.done * 10 // step.total > self._told * 10 // step.total
+        if step.done == step.total or (tenth and step.module is None):
+            self._tell()
 
     def close(self) -> None:
         """End the current bar or layer, if there is one."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-        self._flush_layer()
+        self._tell()
         self._stage = None
-        self._tenths = 0
 
-    def _flush_layer(self) -> None:
-        if not self._layer:
+    def _tell(self) -> None:
+        """Write the line of the steps that were not told yet."""
+        if not self._untold:
             return
-        last = self._layer[-1]
-        where = last.module if last.layer is None else f"layer {last.layer}"
-        line = f"{last.stage}: {where}, {last.done} of {last.total}"
-        errors = [step.error for step in self._layer if step.error is not None]
-        rounding = [step.rounding_error for step in self._layer if step.rounding_error is not None]
+        last, errors = self._untold[-1], [step.error for step in self._untold if step.error is not None]
+        rounding = [step.rounding_error for step in self._untold if step.rounding_error is not None]
+        where = "" if last.module is None else f"{last.module}, " if last.layer is None else f"layer {last.layer}, "
+        line = f"{last.stage}: {where}{last.done} of {last.total}"
         if errors:
-            line += f", mean error {sum(errors) / len(errors):.4f}"
-        if rounding:
-            line += f" (rounding {sum(rounding) / len(rounding):.4f})"
-        self._layer = []
-        self._write(line, last)
-
-    def _write(self, line: str, step: Progress) -> None:
+            line += f", mean error {sum(errors) / len(errors):.4f} (rounding {sum(rounding) / len(errors):.4f})"
         taken = time.monotonic() - self._began
-        left = taken / (step.done - self._done_before) * (step.total - step.done)
+        left = taken / (last.done - self._done_before) * (last.total - last.done)
         self._stream.write(f"{line}, {taken:.1f} s" + (f" (about {left:.0f} s left)" if left else "") + "\n")
         self._stream.flush()
+        self._told, self._untold = last.done, []
 
 
 def key_values(values: Mapping[str, Any]) -> str:
@@ -104,47 +92,30 @@ def key_values(values: Mapping[str, Any]) -> str:
     return "\n".join(f"{label:{width}}{text}".rstrip() for label, text in lines)
 
 
-def quantization_summary(report: Mapping[str, Any]) -> str:
-    """Return what a quantization report (`QuantizationReport.to_dict()`) says, in a few lines.
-
-    >>> module = {"name": "a", "error": 0.02, "rounding_error": 0.03, "worse_than_rounding": False}
-    >>> print(quantization_summary({"seconds": 12.5, "modules": [module], "perplexity": []}))
-    modules                     1
-    seconds                     12.5
-    mean error                  0.02
-    mean error of rounding      0.03
-    largest error               0.02 in a
-    worse than plain rounding   none
-    """
-    modules = report["modules"]
-    errors = {m["name"]: m["error"] for m in modules if m.get("error") is not None}
-    rounding = [m["rounding_error"] for m in modules if m.get("rounding_error") is not None]
-    summary: dict[str, Any] = {"modules": len(modules), "seconds": report.get("seconds")}
-    if errors:
-        worst = max(errors, key=lambda name: errors[name])
-        summary["mean error"] = sum(errors.values()) / len(errors)
-        summary["mean error of rounding"] = sum(rounding) / len(rounding) if rounding else None
-        summary["largest error"] = f"{_text(errors[worst])} in {worst}"
-        summary["worse than plain rounding"] = _names(m for m in modules if m.get("worse_than_rounding"))
-    if any(m.get("damp_escalations") for m in modules):
-        summary["damping raised"] = _names(m for m in modules if m.get("damp_escalations"))
-    if any(m.get("dead_columns") for m in modules):
-        summary["dead input columns"] = sum(m.get("dead_columns") or 0 for m in modules)
-    if any(m.get("prior_tokens") for m in modules):
-        few = sorted((m for m in modules if m.get("prior_tokens")), key=lambda module: int(module["tokens"]))
-        summary["experts with few tokens"] = (
-            f"{_names(few)}; filled up from their layers', the fewest {few[0]['tokens']} of their own"
-        )
-    quantized, weights = report.get("quantized_weights"), report.get("block_weights")
-    if quantized and weights and quantized < weights:
-        summary["left in floating point"] = f"{100 - 100 * quantized / weights:.1f} % of the weights in the blocks"
-    if report.get("left_in_float"):
-        kinds = Counter(report["left_in_float"].values())
-        summary["Linears left in floating point"] = {why: f"{count} Linears" for why, count in kinds.items()}
-    summary["left-out samples"] = report.get("excluded_samples") or None
-    for row in report.get("perplexity") or []:
-        summary[f"perplexity on {row['dataset']}"] = row["perplexity"]
-    return key_values(summary)
+def quantization_summary(report: QuantizationReport) -> str:
+    """Return what a quantization report says, in a few lines."""
+    modules = report.modules
+    errors = {module.name: module.error for module in modules if module.error is not None}
+    rounding = [module.rounding_error for module in modules if module.rounding_error is not None]
+    worst = max(errors, key=lambda name: errors[name], default="")
+    few = sorted((module for module in modules if module.prior_tokens), key=lambda module: module.tokens or 0)
+    fewest = f"; filled up from their layers', the fewest {few[0].tokens} of their own" if few else ""
+    left = 1 - report.quantized_weights / max(1, report.block_weights)
+    summary = {
+        "modules": len(modules),
+        "seconds": report.seconds,
+        "mean error": sum(errors.values()) / len(errors) if errors else None,
+        "mean error of rounding": sum(rounding) / len(rounding) if rounding else None,
+        "largest error": f"{_text(errors[worst])} in {worst}" if errors else None,
+        "worse than plain rounding": _names(module for module in modules if module.worse_than_rounding),
+        "damping raised": _names(module for module in modules if module.damp_escalations),
+        "dead input columns": sum(module.dead_columns for module in modules) or None,
+        "experts with few tokens": f"{_names(few)}{fewest}" if few else None,
+        "left in floating point": f"{left:.1%} of the weights in the blocks" if left > 0 else None,
+        "Linears left in floating point": dict(Counter(report.left_in_float.values())) or None,
+        "left-out samples": report.excluded_samples or None,
+    }
+    return key_values(summary | {f"perplexity on {row['dataset']}": row["perplexity"] for row in report.perplexity})
 
 
 def checkpoint_summary(summary: Mapping[str, Any]) -> str:
@@ -159,42 +130,34 @@ def checkpoint_summary(summary: Mapping[str, Any]) -> str:
     """
     shown = dict(summary)
     for key in ("bits", "group_sizes"):
-        shown[key] = ", ".join(
-            f"{'per row' if int(value) == -1 else value} ({layers} layers)" for value, layers in summary[key].items()
-        )
-    shown["readers"] = {
-        reader["name"]: "yes" if reader["loads"] else "no: " + "; ".join(reader["reasons"])
-        for reader in summary["readers"]
-    }
+        kinds = {"per row" if value == -1 else value: layers for value, layers in summary[key].items()}
+        shown[key] = ", ".join(f"{kind} ({layers} layers)" for kind, layers in kinds.items())
+    shown["readers"] = {each["name"]: "; ".join(each["reasons"]) for each in summary["readers"]}
+    shown["readers"] = {name: f"no: {reasons}" if reasons else "yes" for name, reasons in shown["readers"].items()}
     return key_values(shown)
 
 
 def plan_summary(plan: Mapping[str, Any]) -> str:
     """Return what an estimate (`MemoryEstimate.to_dict()`) says: what is needed of everything, part by part.
 
-    >>> need = {"parts": {"one block": 2048, "hidden states": 100}, "total": 2148, "available": 4096}
+    >>> need = {"parts": {"one block": 2048, "hidden states": 100}, "total": 2148, "available": None}
     >>> print(plan_summary({"blocks": 2, "source_bytes": 4096, "output_bytes": 1024, "needs": {"RAM": need}}))
-    blocks       2
-    model        4.00 KiB
-    checkpoint   1.00 KiB
-    <BLANKLINE>
-    RAM               2.10 KiB
+    blocks            2
+    model             4.00 KiB
+    checkpoint        1.00 KiB
+    RAM
       one block       2.00 KiB
-      hidden states      100 B
-      available       4.00 KiB
+      hidden states   100 B
+      total           2.10 KiB
+      available       not known
     """
-    sizes = {"model": size_text(plan["source_bytes"]), "checkpoint": size_text(plan["output_bytes"])}
     shown = {key: value for key, value in plan.items() if key not in ("needs", "source_bytes", "output_bytes")}
-    rows = []
+    shown |= {"model": size_text(plan["source_bytes"]), "checkpoint": size_text(plan["output_bytes"])}
     for name, need in plan["needs"].items():
-        rows.append((name, need["total"]))
-        rows += [(f"  {part}", size) for part, size in need["parts"].items() if size]
-        rows.append(("  available", need["available"]))
-    width = max(len(name) for name, _ in rows)
-    texts = ["not known" if size is None else size_text(size) for _, size in rows]
-    column = max(len(text) for text in texts)
-    lines = [f"{name:{width}}   {text:>{column}}" for (name, _), text in zip(rows, texts, strict=True)]
-    return "\n".join([key_values({**shown, **sizes}), "", *lines])
+        parts = {part: size_text(size) for part, size in need["parts"].items() if size}
+        available = "not known" if need["available"] is None else size_text(need["available"])
+        shown[name] = {**parts, "total": size_text(need["total"]), "available": available}
+    return key_values(shown)
 
 
 def _lines(values: Mapping[str, Any], depth: int) -> Iterator[tuple[str, str]]:
@@ -208,18 +171,12 @@ def _lines(values: Mapping[str, Any], depth: int) -> Iterator[tuple[str, str]]:
 
 
 def _text(value: object) -> str:
-    if value is None:
-        return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.5g}"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return ", ".join(_text(item) for item in value)
-    return str(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _names(modules: Iterable[Mapping[str, Any]]) -> str:
-    return ", ".join(str(module["name"]) for module in modules) or "none"
+def _names(modules: Iterable[ModuleReport]) -> str | None:
+    return ", ".join(module.name for module in modules) or None

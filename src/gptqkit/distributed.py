@@ -28,12 +28,9 @@ _ENDLESS = timedelta(days=30)  # a process may solve for hours while others wait
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those of its job. Collective methods must be called by all, in the same order.
+    """This process, which works on `device`, among those of its job, 0 ... size - 1.
 
-    Attributes:
-        rank: Of this process, 0 ... size - 1.
-        size: Number of processes.
-        device: Where this one works.
+    Collective methods must be called by all, in the same order.
 
     >>> Processes(1, 2, torch.device("cpu")).share(5, step=2)
     range(4, 5)
@@ -46,9 +43,7 @@ class Processes:
     def share(self, count: int, step: int = 1) -> range:
         """Return this process's part of 0 ... count - 1: contiguous, balanced, perhaps empty but for rank 0.
 
-        Args:
-            count: Number of samples (or rows).
-            step: Parts begin at multiples of it: the batch size, so that all together form the batches of one process.
+        Parts begin at multiples of `step`: the batch size, so that all together form the batches of one process.
         """
         units = -(-count // step)
         start, stop = (min(count, step * -(-units * number // self.size)) for number in (self.rank, self.rank + 1))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,13 @@ from .progress import ProgressCallback, silent
 LONGEST_DEFAULT = 2048
 
 _POOLING = Path("1_Pooling", "config.json")
-_POOLINGS: dict[str, Pooling] = {
+_POOLINGS: dict[object, Pooling] = {  # "pooling_mode" says which or, formerly, "pooling_mode_..." is true
     "mean": "mean",
+    "mean_tokens": "mean",
     "cls": "cls",
+    "cls_token": "cls",
     "lasttoken": "lasttoken",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "lasttoken",
 }
-"""As sentence-transformers name it, newly by the value of "pooling_mode" and formerly by the key that is true."""
 
 
 def evaluate(
@@ -93,7 +91,10 @@ def evaluate(
     where["vocab_size"] = min(each.config.get_text_config().vocab_size for each in models)
     how: dict[str, Any] = {"sequence_length": length, "batch_size": config.batch_size, "progress": progress}
     scores: Scores | EmbeddingScores
-    with _evaluating(models):
+    with ExitStack() as stack:
+        for each in models:
+            stack.callback(each.train, each.training)
+            each.eval()
         if encoder:
             documents = load_documents(dataset, tokenizer, sequence_length=length, limit=config.max_windows, **where)
             scores = compare_embeddings(model, reference, documents, pooling=_pooling(folders), **how)
@@ -120,9 +121,10 @@ def _pooling(folders: Iterable[Path]) -> Pooling:
     if file is None:
         return "mean"
     settings = read_json(file)
-    found = [settings.get("pooling_mode")] if "pooling_mode" in settings else []
-    found += [key for key, value in settings.items() if key.startswith("pooling_mode_") and value is True]
-    if len(found) != 1 or not isinstance(found[0], str) or found[0] not in _POOLINGS:
+    known = (key for key, value in settings.items() if key.startswith("pooling_mode_") and value is True)
+    flags = [key.removeprefix("pooling_mode_") for key in known]
+    found = [settings["pooling_mode"]] if "pooling_mode" in settings else flags
+    if len(found) != 1 or str(found[0]) not in _POOLINGS:
         raise CheckpointError(f"{file} asks for the pooling {found}; only one of mean, cls and lasttoken is known here")
     return _POOLINGS[found[0]]
 
@@ -161,16 +163,3 @@ def check_length(model: Any, sequence_length: int) -> None:
         raise ConfigError(
             f"sequence_length is {sequence_length}, but the model has {positions} positions; give at most that many"
         )
-
-
-@contextmanager
-def _evaluating(models: list[nn.Module]) -> Iterator[None]:
-    """Put models into evaluation mode for a while."""
-    training = [model for model in models if model.training]
-    for model in training:
-        model.eval()
-    try:
-        yield
-    finally:
-        for model in training:
-            model.train()

@@ -19,13 +19,7 @@ IMPLEMENTATION = "gptqkit"
 
 
 class Expert(nn.Module):
-    """The matrices of one expert.
-
-    Args:
-        stacks: Those of all experts, by their names in the model; the weights are views of them.
-        number: Which expert it is.
-        experts: The module that holds them; its flags say how.
-    """
+    """The matrices of one expert: views of the stacks of all, which `experts` held, by their names there."""
 
     def __init__(self, stacks: Mapping[str, Tensor], number: int, experts: Any) -> None:
         super().__init__()

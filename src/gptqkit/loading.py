@@ -26,16 +26,7 @@ _LOG = logging.getLogger("gptqkit")
 # Buffers that old versions of transformers stored and that every model now makes by itself.
 _STALE = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
 
-# Any of these means that a directory holds a tokenizer.
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
-)
+_TOKENIZER_FILES = ("tokenizer", "spiece.", "vocab.", "tekken.")  # how their names begin
 
 
 def load(
@@ -101,13 +92,8 @@ def install(
 ) -> None:
     """Put all tensors of a checkpoint, or of a part of one, into a model.
 
-    Args:
-        empty: The model without weights.
-        checkpoint: The checkpoint.
-        device: Where the layers are to run.
-        dtype: Of activations.
-        backend: "auto" or one of `BACKENDS`.
-        cast: Bring weights that are not quantized into `dtype`, too, whatever that of the empty model is.
+    `device` and `dtype` are those of activations; weights that are not quantized keep the dtype of the empty model,
+    unless `cast`.
 
     Raises:
         CheckpointError: Tensors that do not fit the model.
@@ -117,21 +103,15 @@ def install(
     quantized = [f"{name}.weight" for name in checkpoint.layers]
     names = StoredNames(empty.stacked, empty.names, [*quantized, *biases, *checkpoint.other_names])
     for name in checkpoint.layers:
-        _install_layer(empty, checkpoint, names, name, device=device, dtype=dtype, backend=backend)
+        path = _place(empty, checkpoint, names, name)
+        bias = _bias(name, checkpoint.bias(name), empty.model.get_submodule(path))
+        layer = make_linear(checkpoint.weight(name).to(device), bias, dtype, name=path, backend=backend)
+        empty.model.set_submodule(path, layer)
     empty.fill(checkpoint.tensors, names, _others(empty, checkpoint, names), device, dtype if cast else None)
 
 
-def _install_layer(
-    empty: EmptyModel,
-    checkpoint: Checkpoint,
-    names: StoredNames,
-    name: str,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    backend: str,
-) -> None:
-    """Put one quantized layer in the place of its Linear."""
+def _place(empty: EmptyModel, checkpoint: Checkpoint, names: StoredNames, name: str) -> str:
+    """Return the name of the Linear that a quantized layer stands for; refuse what does not fit."""
     model, spec = empty.model, checkpoint.layers[name]
     place = names.working(f"{name}.weight")
     if place is None or not place.endswith(".weight"):
@@ -153,9 +133,7 @@ def _install_layer(
             f"{name} stands for {spec.out_features} x {spec.in_features} weights (out x in), but the model that "
             f"config.json describes has {shape[0]} x {shape[1]}; fetch config.json again"
         )
-    bias = _bias(name, checkpoint.bias(name), owner)
-    layer = make_linear(checkpoint.weight(name).to(device), bias, dtype, name=path, backend=backend)
-    model.set_submodule(path, layer)
+    return path
 
 
 def _bias(name: str, bias: Tensor | None, owner: Any) -> Tensor | None:
@@ -198,11 +176,7 @@ def load_float(
 ) -> tuple[Any, Any]:
     """Load a model that is not quantized, in evaluation mode, and its tokenizer (None where its directory has none).
 
-    Args:
-        path_or_id: A directory, or the id of a model on the Hub.
-        device: "auto" takes the first NVIDIA GPU if there is one, else the CPU.
-        dtype: "auto" is the checkpoint's, except that float16 becomes float32 on a CPU.
-        trust_remote_code: Run code that the model brings along.
+    `device` and `dtype` are those of `load`.
 
     Raises:
         DatasetUnavailableError: It cannot be found or fetched, or has no safetensors.
@@ -228,11 +202,7 @@ def load_float(
 
 
 def is_quantized(path_or_id: Path | str) -> bool:
-    """Whether this is a local directory that says it holds a quantized model.
-
-    Raises:
-        CheckpointError: Its config.json is damaged.
-    """
+    """Whether this is a local directory that says it holds a quantized model."""
     path = Path(path_or_id)
     if (path / "quantize_config.json").exists():
         return True
@@ -240,11 +210,7 @@ def is_quantized(path_or_id: Path | str) -> bool:
 
 
 def choose_device(device: torch.device | str) -> torch.device:
-    """Return the device meant by `device`; "auto" is torch's current NVIDIA GPU if there is one, else the CPU.
-
-    Raises:
-        ConfigError: No such device here.
-    """
+    """Return the device meant by `device`; "auto" is torch's current NVIDIA GPU if there is one, else the CPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -271,6 +237,6 @@ def _choose_dtype(dtype: torch.dtype | str, stored: torch.dtype, device: torch.d
 def load_tokenizer(path_or_id: Path | str, *, trust_remote_code: bool) -> Any | None:
     """Return the tokenizer of a model; None where its directory has none."""
     path = Path(path_or_id)
-    if path.is_dir() and not any((path / file).exists() for file in _TOKENIZER_FILES):
+    if path.is_dir() and not any(file.name.startswith(_TOKENIZER_FILES) for file in path.iterdir()):
         return None
     return AutoTokenizer.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)

@@ -6,9 +6,9 @@ Of one Linear, weight (n, k), s bytes per number of the solver (4, or 8 with flo
     moments      4 k^2 (1 + p) + 4 n k                  their means; W in float32
     solver       s n k + s k^2 (3 + p)                  while H is factorized, and P is made, or
                  s n k (4 + p) + s k^2 (1 + p) + n k    in the sweep: W twice, Q, E, w when rounded; R, P; codes
+    checkpoint   n k bits / 8 + 4 n k / group_size      codes; scale and zero point of every group
 
-Files that are mapped count where they are brought into another dtype, written to, or moved to a GPU: the system lets
-go of other pages when it needs them. What the C library keeps of freed RAM does not count: some 100 MiB.
+What the C library keeps of freed RAM does not count: some 100 MiB.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from .evaluating import check_length, default_length
 from .export.shards import JOINED_BYTES
 from .loading import choose_device
 from .model import EmptyModel, open_empty
-from .pipeline import STATISTICS_BYTES
+from .pipeline import PROBE, STATISTICS_BYTES
 from .quantizer.config import QuantizeConfig
 from .quantizer.methods import find_method
 from .run import LARGEST_BATCH, Run
@@ -39,6 +39,11 @@ from .targets import Target, find_blocks, find_head, find_targets
 from .units import size_text
 
 _LOG = logging.getLogger("gptqkit")
+_ADVICE = {
+    "disk": "choose another folder, or free some",
+    "RAM": "free some, or use a larger machine",
+    "GPU memory": "use --device cpu, or a larger GPU",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,40 +79,26 @@ class MemoryEstimate:
             DoesNotFitError: Even the least does not fit.
         """
         for name, least in self.least.items():
-            there = self.available[name]
-            if there is None:
-                continue
-            advice = {
-                "disk": "choose another folder, or free some",
-                "RAM": "free some, or use a larger machine",
-                "GPU memory": "use --device cpu, or a larger GPU",
-            }[name]
-            if least > there:
+            there, total = self.available[name], self.total(name)
+            if there is not None and least > there:
                 raise DoesNotFitError(
                     f"{size_text(least)} of {name} is the least that this job needs, and there is {size_text(there)}; "
-                    f"{advice}"
+                    f"{_ADVICE[name]}"
                 )
-            if self.total(name) > there:
+            if there is not None and total > there:
                 _LOG.warning(
-                    "about %s of %s may be needed, and there is %s; if it runs out, use fewer or shorter samples, a "
-                    "smaller batch size or --activations disk",
-                    size_text(self.total(name)),
-                    name,
-                    size_text(there),
+                    f"about {size_text(total)} of {name} may be needed, and there is {size_text(there)}; if it runs "
+                    "out, use fewer or shorter samples, a smaller batch size or --activations disk"
                 )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {
-            "blocks": self.blocks,
-            "activations": self.activations,
-            "source_bytes": self.source_bytes,
-            "output_bytes": self.output_bytes,
-            "needs": {
-                name: {"parts": dict(parts), "total": self.total(name), "available": self.available[name]}
-                for name, parts in self.needs.items()
-            },
+        keys = ("blocks", "activations", "source_bytes", "output_bytes")
+        needs = {
+            name: {"parts": dict(parts), "total": self.total(name), "available": self.available[name]}
+            for name, parts in self.needs.items()
         }
+        return {**{key: getattr(self, key) for key in keys}, "needs": needs}
 
 
 def plan(
@@ -135,16 +126,15 @@ def plan(
     empty = open_empty(model, trust_remote_code=run.trust_remote_code)
     length = calibration.sequence_length or default_length(empty.model)
     check_length(empty.model, length)
-    samples = 0 if not find_method(config.method).needs else calibration.samples
+    shape = (calibration.samples, length) if find_method(config.method).needs else None
     folder = Path.cwd() if out is None else Path(out).parent
-    return estimate(empty, config, samples, length, run, choose_device(run.device), folder)
+    return estimate(empty, config, shape, run, choose_device(run.device), folder)
 
 
 def estimate(
     empty: EmptyModel,
     config: QuantizeConfig,
-    samples: int,
-    length: int,
+    shape: Sequence[int] | None,
     run: Run,
     device: torch.device,
     folder: Path,
@@ -155,40 +145,35 @@ def estimate(
     Args:
         empty: The model without weights, in the dtype of its files.
         config: The settings.
-        samples: Calibration samples; 0 for none.
-        length: Tokens per sample.
+        shape: Calibration samples, and tokens of each; None for none.
         run: Of it the batch size and the place of hidden states.
         device: Where blocks run.
         folder: Where the checkpoint is to be written.
         processes: How many share the samples, and on this machine the RAM.
     """
-    model = empty.model
+    model, stored, on_cpu = empty.model, empty.model.dtype, device.type == "cpu"
     prefix, blocks = find_blocks(model)
-    targets, _ = find_targets(model, prefix, blocks, config)
-    head = find_head(model, config)
-    on_cpu, stored = device.type == "cpu", model.dtype
-    dtype = torch.float32 if on_cpu else stored
-    paired = "cross" in find_method(config.method).needs and samples > 0
-    streams, batch = 1 + paired, min(run.batch_size or LARGEST_BATCH, max(samples, 1))
-    hidden = model.config.get_text_config().hidden_size * dtype.itemsize * length
-    states = -(-samples // processes) * hidden * streams
-
-    source = _bytes(model, stored)
+    (targets, _), head = find_targets(model, prefix, blocks, config), find_head(model, config)
     parts = [*targets, [head] if head else []]
     every = [target for part in parts for target in part]
+    dtype = torch.float32 if on_cpu else stored
+    paired = "cross" in find_method(config.method).needs
+    samples, length = shape or PROBE.input_ids.shape
+    batch = min(run.batch_size or LARGEST_BATCH, samples)
+    hidden = model.config.get_text_config().hidden_size * dtype.itemsize * length
+    states = -(-samples // processes) * hidden * (1 + paired)
+
+    source = _bytes(model, stored)
     output = source + sum(_packed_bytes(target) - _weights(target) * stored.itemsize for target in every)
-    outside = (_bytes(model, dtype) - _bytes(blocks, dtype)) * bool(samples)
-    stays_mapped = on_cpu and stored == dtype and not samples
-    block = 0 if stays_mapped else max((_bytes(each, dtype) for each in blocks), default=0)
-    statistics = max((_statistics_bytes(each, paired) for each in targets), default=0) * bool(samples)
-    widest = max((sum(target.shape) for of_block in targets for target in of_block), default=0)
+    block = max(_bytes(each, dtype) for each in blocks)
+    statistics = max(_statistics_bytes(part, paired) for part in parts) if shape else 0
     # Of the samples of a batch: what a block holds at its widest, and their hidden states before and after it.
-    forward = round(batch * (2 * hidden + 2.5 * widest * dtype.itemsize * length)) * bool(samples)
-    solver = max((_solver_bytes(target, paired, calibrated=samples > 0) for target in every), default=0)
-    results = max(sum(1.7 * _weights(target) for target in part) for part in parts)
+    widest = max((sum(target.shape) for part in targets for target in part), default=0)
+    forward = round(batch * (2 * hidden + 2.5 * widest * dtype.itemsize * length))
+    solver = max(_solver_bytes(target, paired, calibrated=shape is not None) for target in every)
     work = {
         "one block": block * (1 + paired),
-        "outside the blocks": outside,
+        "outside the blocks": _bytes(model, dtype) - _bytes(blocks, dtype),
         "statistics of inputs": statistics,
         "forward pass or solver": max(forward, solver),
     }
@@ -199,18 +184,18 @@ def estimate(
     }
     place = run.activations if run.activations != "auto" else _choose(states, work, machine)
     in_ram = place == "memory" or (on_cpu and place == "device")
-    ram = {"quantized weights": round(results), "hidden states": states * in_ram}
+    results = round(max(sum(1.7 * _weights(target) for target in part) for part in parts))
+    ram = {"quantized weights": results, "hidden states": states * in_ram}
     needs: dict[str, dict[str, int]] = {"RAM": {**work, **ram} if on_cpu else ram}
     if not on_cpu:
         needs["GPU memory"] = {**work, "hidden states": states * (place == "device")}
     largest = max(sum(map(_packed_bytes, part)) for part in parts)
     joined = output * (2 * largest <= min(run.max_shard_bytes, JOINED_BYTES))
     needs["disk"] = {"checkpoint": output, "small files to be joined": joined, "hidden states": 2 * states * processes}
-    least = {"RAM" if on_cpu else "GPU memory": block + statistics // 2, "disk": output}
     return MemoryEstimate(
         needs=needs,
         available={name: machine[name] for name in needs},
-        least=least,
+        least={"RAM" if on_cpu else "GPU memory": block + statistics // 2, "disk": output},
         activations=place,
         blocks=len(blocks),
         source_bytes=source,
@@ -221,27 +206,21 @@ def estimate(
 def available_ram(root: Path = Path("/")) -> int | None:
     """Return the bytes of RAM that can be had without swapping, within control groups; None if unknown."""
     found = [int(line.split()[1]) << 10 for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
+    mount = root / "sys/fs/cgroup"
     for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        if "memory" in controllers.split(","):  # version 1
-            mount, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        elif controllers:
-            continue
-        own = mount / path.strip("/")  # in a container, this may be the host's path: then only the mount is there
-        for group in {mount, own, *own.parents}:
-            if group.is_relative_to(mount):
-                found += _room(group, *names)
+        own = mount / line.removeprefix("0::/")  # in a container, this may be the host's: then only the mount is there
+        found += [room for group in (own / "_").parents if group.is_relative_to(mount) for room in _room(group)]
     return min(found, default=None)
 
 
-def _room(group: Path, most: str, used: str, cached: str) -> list[int]:
+def _room(group: Path) -> list[int]:
     """Return what one control group leaves, with the cached files that it would give up first; nothing if unlimited."""
     try:
-        room = int((group / most).read_text()) - int((group / used).read_text())
+        room = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
     except (OSError, ValueError):  # no such group, or "max"
         return []
-    return [max(0, room + int(dict(line.split() for line in _lines(group / "memory.stat")).get(cached, 0)))]
+    cached = dict(line.split() for line in _lines(group / "memory.stat")).get("inactive_file", 0)
+    return [max(0, room + int(cached))]
 
 
 def _lines(file: Path) -> list[str]:
@@ -272,10 +251,9 @@ def _weights(target: Target) -> int:
 
 
 def _packed_bytes(target: Target) -> int:
-    """Return what one Linear takes in the checkpoint: codes, zero points, scales and g_idx."""
-    (rows, columns), bits = target.shape, target.config.bits
-    groups = columns // (target.config.group_size or columns)
-    return rows * columns * bits // 8 + groups * rows * bits // 8 + groups * rows * 2 + 4 * columns
+    """Return what one Linear takes in the checkpoint."""
+    rows, columns = target.shape
+    return rows * (columns * target.config.bits // 8 + 4 * (columns // (target.config.group_size or columns)))
 
 
 def _statistics_bytes(targets: list[Target], paired: bool) -> int:

@@ -36,9 +36,6 @@ class EmptyModel:
     transformers' own form knows how tensors are renamed, cut apart and stacked when they are loaded. The form that
     works has the same modules, but experts are split into Linears. What is loaded goes through the one into the other.
 
-    Args:
-        model: As `empty_model` makes it.
-
     Attributes:
         stacked: The form of transformers; its parameters are always on the meta device.
         model: The form that works.
@@ -145,18 +142,15 @@ class FloatModel:
 
     Attributes:
         path: The directory.
-        empty: The model without weights.
-        model: The form of it that works; weights come and go.
+        empty: The model without weights; `model` is the form of it that works, whose weights come and go.
         dtype: Of the files.
-        prefix: Name of the list of repeated blocks.
-        blocks: The list.
+        prefix: Name of the list of repeated blocks, which is `blocks`.
         names: What the tensors are called in the files.
         passthrough: Names of stored tensors that the model has no place for.
 
     Raises:
-        DatasetUnavailableError: It cannot be found or fetched.
-        CheckpointError: It is quantized, has no safetensors, or weights are missing or damaged.
-        ArchitectureError: A model that transformers does not know, or only by running its code.
+        CheckpointError: It has no safetensors, or weights are missing or damaged.
+        GptqkitError: As `open_empty` raises.
     """
 
     def __init__(self, path_or_id: str | Path, *, trust_remote_code: bool = False) -> None:
@@ -177,11 +171,6 @@ class FloatModel:
         if missing:
             raise CheckpointError(f"{path_or_id} lacks {some(sorted(missing))}; fetch its files again")
 
-    @property
-    def bytes(self) -> int:
-        """Size of its files."""
-        return sum(file.stat().st_size for file in self._tensors.files)
-
     def outside(self, device: torch.device, dtype: torch.dtype) -> Any:
         """Bring everything but the blocks, and but the output layer where that has weights of its own, for a while."""
         head = self._own_head()
@@ -199,14 +188,10 @@ class FloatModel:
         return self._resident(output_layer(self.model) or nn.Module(), self._chosen(own.__contains__), device, dtype)
 
     def others(self, part: int | None, solved: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield what a part of the checkpoint holds beside its quantized layers, by name.
+        """Yield what a part of the checkpoint (a block, or None for what is outside) holds beside the `solved` modules.
 
         Stored tensors are taken over as they are. Where some of what was fused or stacked in one of them is quantized,
         the rest is written apart, under the model's names, from the weights that are there now.
-
-        Args:
-            part: Number of a block, or None for everything outside.
-            solved: Names of the modules that are quantized.
         """
         for stored in self._tensors.where:
             parameters = self.names.parameters(stored)
@@ -269,12 +254,8 @@ class FloatModel:
         attribute = parameter.rpartition(".")[2]
         matrix, end = attribute.removesuffix("_bias"), "bias" if attribute.endswith("_bias") else "weight"
         matrices = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else (matrix,)
-        pattern = re.compile(rf"{re.escape(experts)}\.\d+\.({'|'.join(matrices)})\.{end}")
-        return [
-            name
-            for name in self.model.get_submodule(experts).state_dict(prefix=f"{experts}.")
-            if pattern.fullmatch(name)
-        ]
+        count = len(self.empty.stacked.get_parameter(parameter))
+        return [f"{experts}.{number}.{each}.{end}" for number in range(count) for each in matrices]
 
     def _own_head(self) -> set[str]:
         """Return the names of the output layer's tensors, where it has its own."""

@@ -10,23 +10,24 @@ import copy
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
+from .assembly import open_part, stored_module, write_part
 from .calibration.batches import Batches
 from .calibration.samples import Samples
 from .calibration.statistics import InputStatistics
 from .distributed import Processes
 from .errors import ConfigError
-from .job import Job, stored_module
+from .identity import versions
+from .job import Job
 from .model import FloatModel, part_of
 from .progress import Progress, ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
 from .quantizer.methods import find_method
 from .quantizer.quantized import QuantizedWeight
-from .report import ModuleReport
+from .report import ModuleReport, QuantizationReport
 from .run import LARGEST_BATCH, Run
 from .solving import Measured, Solved, solve_all
 from .streams import Streams
@@ -36,23 +37,16 @@ from .verify import check_block
 
 _LOG = logging.getLogger("gptqkit")
 STATISTICS_BYTES = 8 << 30  # what the statistics of a layer's experts may take at once; more is done in several passes
+PROBE = Samples(torch.arange(16)[None])  # what blocks are run on where there is no calibration
 
 
 class Pipeline:
-    """One run through the blocks of a model.
+    """One run through the blocks of a model; `job` takes every block as it is finished, and knows those that are.
 
-    Args:
-        model: The float model.
-        samples: Calibration samples; None where the method can do without, which then reports no errors.
-        config: All settings of the quantization.
-        job: Takes every block as it is finished, and knows those that are.
-        processes: Those that share the work.
-        run: Where hidden states are kept, and how many samples run at a time.
-        progress: Called once per module.
+    Without samples, which some methods can do without, no errors are reported. `progress` is called once per module.
 
     Attributes:
         left: Linears that stay in floating point because they cannot be quantized, and why.
-        batches: The calibration samples in batches; None without.
 
     Raises:
         ArchitectureError, ConfigError: Modules that the settings do not fit; before any work.
@@ -76,22 +70,21 @@ class Pipeline:
         self.head = find_head(model.model, config)
         self._strict = run.strict
         self._tell(misfits(self.targets, self.left, config))
-        self.paired = samples is not None and "cross" in find_method(config.method).needs
-        self.batches: Batches | None = None
-        if samples is not None:
-            size = run.batch_size or LARGEST_BATCH
-            self.batches = Batches(samples, processes.share(len(samples.input_ids), size), size, self.device)
-            if job.records:
-                self.batches.counts[job.records[-1]["excluded"]] = False
-                self.batches.size = job.records[-1]["batch_size"]
+        self.calibrated = samples is not None
+        self.paired = self.calibrated and "cross" in find_method(config.method).needs
+        samples, size = samples or PROBE, run.batch_size or LARGEST_BATCH
+        self.batches = Batches(samples, processes.share(len(samples.input_ids), size), size, self.device)
+        if job.records:
+            self.batches.counts[job.records[-1]["excluded"]] = False
+            self.batches.size = job.records[-1]["batch_size"]
         self._progress = progress if processes.rank == 0 else silent
         for record in job.records:
             self.left |= record.get("left", {})
         self._done, self._total = len(job.reports), sum(map(len, self.targets)) + (self.head is not None)
 
     @torch.no_grad()
-    def run(self) -> list[ModuleReport]:
-        """Quantize every block that is not finished, and the output layer where asked; return all reports.
+    def run(self) -> None:
+        """Quantize every block that is not finished, and the output layer where asked.
 
         Raises:
             NonFiniteError: Non-finite activations, unless `skip_nonfinite`.
@@ -100,15 +93,7 @@ class Pipeline:
         """
         layers, finished = len(self.model.blocks), len(self.job.records)
         if finished == layers + (self.head is not None):
-            return self.job.reports
-        if self.batches is None:
-            for layer in range(finished, layers):
-                with self.model.block(layer, self.device, self.dtype):
-                    self._commit(layer, *self._solve([Measured([target]) for target in self.targets[layer]], layer))
-            if self.head is not None:
-                with self.model.head(self.device, self.dtype):
-                    self._commit(None, *self._solve([Measured([self.head])], None))
-            return self.job.reports
+            return
         streams = Streams(self.model, self.batches, self.processes, paired=self.paired, skip=self.config.skip_nonfinite)
         with self.model.outside(self.device, self.dtype):
             for layer in range(streams.begin(self.job, self.dtype, self.place), layers):
@@ -116,15 +101,36 @@ class Pipeline:
                     self._quantize_block(layer, streams, finished=layer < finished)
             if self.head is not None:
                 with self.model.head(self.device, self.dtype):
-                    self._commit(None, *self._solve([streams.collect_head(self.head)], None), streams)
-        return self.job.reports
+                    measured = streams.collect_head(self.head) if self.calibrated else Measured([self.head])
+                    self._commit(None, *self._solve([measured], None), streams)
+
+    def report(self, name: str, seed: int) -> QuantizationReport:
+        """Return the report on the whole, with the name of the model and the seed of its samples."""
+        modules, samples = self.job.reports, self.batches.samples
+        return QuantizationReport(
+            model=name,
+            config=self.config,
+            samples=len(samples.input_ids) * self.calibrated,
+            sequence_length=samples.input_ids.shape[1] * self.calibrated,
+            seed=seed,
+            tokens=self.batches.tokens * self.calibrated,
+            excluded_samples=int((~self.batches.counts).sum()),
+            batch_size=self.batches.size,
+            block_weights=sum(tensor.numel() for tensor in self.model.blocks.parameters() if tensor.dim() >= 2),
+            quantized_weights=sum(each.shape[0] * each.shape[1] for each in modules if each.layer is not None),
+            device=self.device.type,
+            seconds=self.job.seconds,
+            versions=versions(),
+            left_in_float=self.left,
+            modules=modules,
+        )
 
     def _quantize_block(self, layer: int, streams: Streams, *, finished: bool) -> None:
         """Solve one block, unless that is done, and let the hidden states through it."""
         block, targets = self.model.blocks[layer], self.targets[layer]
         twin = copy.deepcopy(block) if self.paired and targets else None  # it keeps the float weights
         if finished:
-            part = self.job.read_block(self.job.records[layer], self.config)
+            part = open_part(self.job.folder, self.job.records[layer], self.config)
             stored = {each.name: stored_module(self.model, each.name) for each in targets}
             self._install({name: part.weight(place) for name, place in stored.items() if place in part.layers})
         else:
@@ -141,8 +147,11 @@ class Pipeline:
         With `true_sequential` every group of Linears sees the outputs of the quantized ones before it; without it no
         pass sees any quantized Linear of the block.
         """
-        solved: dict[str, QuantizedWeight] = {}
-        reports: list[ModuleReport] = []
+        if not self.calibrated:
+            solved, reports = self._solve([Measured([target]) for target in self.targets[layer]], layer)
+            self._install(solved)
+            return solved, reports
+        solved, reports = {}, []
         groups = streams.trace(layer, self.targets[layer])
         called = {target.name for group in groups for subset in group.subsets for target in subset}
         silent = {each.name: "no forward pass calls it" for each in self.targets[layer] if each.name not in called}
@@ -222,19 +231,15 @@ class Pipeline:
             place.copy_(weight.to(place.device).dequantize())
 
     def _commit(
-        self,
-        layer: int | None,
-        solved: Mapping[str, QuantizedWeight],
-        reports: list[ModuleReport],
-        streams: Streams | None = None,
+        self, layer: int | None, solved: Mapping[str, QuantizedWeight], reports: list[ModuleReport], streams: Streams
     ) -> None:
         """Write what was solved, run what was written, and let it count."""
-        progress: dict[str, Any] = {} if streams is None else streams.progress()
+        progress = streams.progress()
         progress["left"] = {name: why for name, why in self.left.items() if part_of(name, self.model.prefix) == layer}
         with self.processes.together():
             if self.processes.rank == 0:
-                part = self.job.write_block(self.model, layer, solved, self.config)
-                if solved and layer is not None and streams is not None:
+                part = write_part(self.job.stem(layer), self.model, layer, solved, self.config)
+                if solved and layer is not None:
                     names = [target.inner for target in self.targets[layer]]
                     check_block(self.model, layer, part, names, streams.first_sample(layer), self.device, self.dtype)
                 self.job.commit(layer, part, reports, progress)

@@ -26,11 +26,11 @@ ROWS = 32  # modules are cut at multiples of so many rows
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Linears that share an input, and what calibration found out about it.
+    """Linears that share an input, and what calibration, if any, found out about it.
 
     Attributes:
         targets: The Linears.
-        statistics: Of the input; None without calibration.
+        statistics: Of the input.
         pool: Of experts: what all experts of the layer received.
     """
 
@@ -64,14 +64,10 @@ class Solved:
 def solve_all(
     measured: Sequence[Measured], weight_of: Callable[[Target], Tensor], processes: Processes
 ) -> Iterator[tuple[Measured, Target, Solved]]:
-    """Solve Linears and yield them in order; every process gets all results.
+    """Solve Linears and yield them in order; every process gets, and must take, all results.
 
-    Processes take whole Linears in turn, and share the rows of each where fewer are left than processes.
-
-    Args:
-        measured: The Linears, with what is known of their inputs.
-        weight_of: Gives the float weight of one, (out, in).
-        processes: Those that share the work; all must take all that is yielded.
+    Processes take whole Linears in turn, and share the rows of each where fewer are left than processes. `weight_of`
+    gives the float weight of one, (out, in).
 
     Raises:
         GptqkitError: A Linear that cannot be solved, by name.
@@ -116,11 +112,7 @@ def _solve(target: Target, weight: Tensor, moments: Moments | None) -> Solved:
 
 
 def merge(parts: Sequence[Solved | None]) -> Solved:
-    """Return one Linear from its parts, in the order of their rows.
-
-    Raises:
-        RankError: They were solved with another damping or order of columns.
-    """
+    """Return one Linear from its parts, in the order of their rows; RankError where they were solved differently."""
     first, *rest = [part for part in parts if part is not None]
     if not rest:
         return first

@@ -24,12 +24,7 @@ from .targets import Target, output_layer
 class Streams:
     """The hidden states of the quantized model and, for methods that pair them, of the float model.
 
-    Args:
-        model: The model; what stands outside its blocks is there.
-        batches: The calibration samples.
-        processes: Those that share the samples.
-        paired: Whether the float model's hidden states are wanted.
-        skip: Leave samples with non-finite activations out.
+    What stands outside the blocks of `model` is there. With `skip`, samples with non-finite activations are left out.
 
     Attributes:
         caches: "hidden" and "float": what enters the next block.
@@ -41,13 +36,7 @@ class Streams:
         self._returned = 0  # how many values a block returns as a tuple, as found when the first one runs
 
     def begin(self, job: Job, dtype: torch.dtype, place: str) -> int:
-        """Fill the caches with what was saved last, or with embeddings; return the block that comes next.
-
-        Args:
-            job: Knows what was saved.
-            dtype: Of hidden states.
-            place: Where they are kept.
-        """
+        """Fill the caches with what was saved last, or with embeddings; return the block that comes next."""
         batches, states = self.batches, job.states
         if job.records:
             self._returned = job.records[-1]["returned"]

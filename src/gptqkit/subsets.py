@@ -16,9 +16,7 @@ Subset = list[Target]
 class Group:
     """Subsets that do not depend on each other, and are calibrated in one pass over the samples.
 
-    Attributes:
-        subsets: In order.
-        routed: Whether they are experts, each of which receives some of the tokens only.
+    `routed`: they are experts, each of which receives some of the tokens only.
     """
 
     subsets: list[Subset]
@@ -62,12 +60,9 @@ def group_subsets(targets: Sequence[Target], found: Iterable[tuple[Sequence[str]
 def portions(
     groups: Iterable[Group], size: Callable[[Subset], int], budget: int
 ) -> Iterator[list[tuple[Group, Subset]]]:
-    """Yield all subsets in as few portions as keep the statistics of each within `budget`, with their groups.
+    """Yield all subsets in as few portions as keep the statistics of each within `budget` bytes, with their groups.
 
-    Args:
-        groups: Whose subsets may be calibrated together.
-        size: Bytes of the statistics of a subset.
-        budget: Bytes; a portion has one subset at least.
+    A portion has one subset at least.
     """
     portion: list[tuple[Group, Subset]] = []
     used = 0

@@ -29,8 +29,7 @@ class Target:
         inner: Its name in its block; empty for the output layer.
         shape: (out, in).
         config: The settings that hold for it; groups are smaller than asked for where those do not divide its columns.
-        experts: Of a split expert: the name, in the block, of the module that holds all of them.
-        expert: And its number among them.
+        experts: Of a split expert: the name, in the block, of the module that holds all; `expert` is its number.
     """
 
     name: str
@@ -74,10 +73,8 @@ def _computes_a_product(kind: type[nn.Module]) -> bool:
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the name of the list of repeated blocks and the list: the one that holds the most weights in matrices.
 
-    Blocks may be of several kinds. In a composite model only the language part is searched.
-
-    Raises:
-        ArchitectureError: The model has no list of modules with matrices inside.
+    Blocks may be of several kinds. In a composite model only the language part is searched. ArchitectureError where
+    there is no such list.
     """
     part = model.get_decoder() if isinstance(model, PreTrainedModel) else model
     found = _largest_list(model, part) or _largest_list(model, model)
@@ -107,7 +104,7 @@ def find_targets(
     """Return the Linears to be quantized, block by block, and why others, by name, cannot be.
 
     Those stay in floating point: Linears with a forward pass of their own, and shapes that the format cannot hold. So
-    do routers (see `find_routers`) and what the overrides skip, which are not named.
+    do routers and what the overrides skip, which are not named.
 
     Raises:
         ConfigError: A module whose shape the settings do not fit, or an override that matches none.
@@ -215,11 +212,7 @@ def _experts(module: nn.Module) -> int:
 
 
 def find_head(model: PreTrainedModel, config: QuantizeConfig) -> Target | None:
-    """Return the output layer as a target where `config` asks for it.
-
-    Raises:
-        ConfigError: It is tied to the input embedding, or is no matrix, or its shape does not fit.
-    """
+    """Return the output layer as a target where `config` asks for it; ConfigError where it cannot be one."""
     if not config.lm_head:
         return None
     head = output_layer(model)

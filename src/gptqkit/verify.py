@@ -34,9 +34,9 @@ def check_block(
         layer: Number of the block.
         part: What was written of it.
         names: Its quantized Linears, by their names in the block.
-        run: Runs a block on some calibration tokens; returns what leaves it.
+        run: Runs a block on some tokens; returns what leaves it.
         device: Where blocks run.
-        dtype: In which they run.
+        dtype: Of their activations.
 
     Raises:
         CheckpointError: The block cannot run, or computes something else; the first Linear that differs is named.
@@ -49,9 +49,6 @@ def check_block(
         packed = model.blocks[layer]
     finally:
         model.blocks[layer] = block
-    for owner in packed.modules():
-        for key, buffer in owner._buffers.items():
-            owner._buffers[key] = None if buffer is None else buffer.to(device)
     try:
         found, expected = run(packed), run(block)
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:

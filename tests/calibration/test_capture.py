@@ -92,8 +92,9 @@ def test_linears_are_found_in_the_order_of_their_calls_with_what_they_share(name
             assert torch.equal(captured[inner], expected[inner])
 
 
-def test_what_is_written_over_in_place_is_another_input():
-    layers = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abcd"})
+def test_what_is_written_over_in_place_is_another_input_and_a_run_ends_when_all_were_called():
+    layers, calls = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abcd"}), []
+    layers["d"].register_forward_pre_hook(lambda *_: calls.append(1))
 
     def run():
         x = torch.ones(2, 4)
@@ -105,19 +106,10 @@ def test_what_is_written_over_in_place_is_another_input():
         layers["a"](x)
 
     assert [names for names, _ in trace_inputs(dict(layers.items()), run)] == [["a", "b"], ["c"], ["d"]]
-
-
-def test_a_run_ends_as_soon_as_all_were_called():
-    layers, calls = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), []
-    layers[2].register_forward_pre_hook(lambda *_: calls.append(1))
-
-    def run():
-        for layer in layers:
-            layer(torch.ones(1, 4))
-
-    assert len(capture_inputs({"0": layers[0], "1": layers[1]}, run)) == 2
+    calls.clear()
+    assert list(capture_inputs({name: layers[name] for name in "abc"}, run)) == ["a", "b", "c"]
     assert not calls
-    assert list(capture_inputs({"0": layers[0], "x": nn.Linear(4, 4)}, run)) == ["0"]
+    assert list(capture_inputs({"a": layers["a"], "x": nn.Linear(4, 4)}, run)) == ["a"]
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import datasets
 import pytest
@@ -83,7 +82,6 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path, read):
 
 def test_local_files_need_no_network_and_leave_nothing_behind(tmp_path):
     files = write_all_kinds(tmp_path, ["text"])
-    (tmp_path / "e.jsonl").write_text("[1, 2]")
     save_file({"input_ids": torch.ones(1, 2, dtype=torch.int64)}, tmp_path / "f.safetensors")
     script = """
 import socket, sys
@@ -92,20 +90,17 @@ def refuse(*_): raise SystemExit("the network was asked")
 socket.socket.connect = socket.getaddrinfo = refuse
 from gptqkit.calibration.config import Calibration
 assert not {"torch", "datasets", "transformers"} & set(sys.modules)
-from gptqkit.calibration.samples import load_samples, load_text
-class Tokenizer:
-    def __call__(self, text, **_): return {"input_ids": [1, 2]}
+from gptqkit.calibration.samples import load_samples
 for file in map(Path, sys.argv[1:]):
-    assert len(load_text(file, Tokenizer())) == 2
-    load_samples(Calibration(file, samples=1), Tokenizer(), sequence_length=2)
+    load_samples(Calibration(file, samples=1), lambda text, **_: {"input_ids": [1, 2]}, sequence_length=2)
 assert "datasets" not in sys.modules
 """
     home = tmp_path / "home"
     home.mkdir()
     environment = os.environ | dict.fromkeys(("HF_HOME", "HOME", "TMPDIR", "XDG_CACHE_HOME"), str(home))
     environment |= {"HF_HUB_OFFLINE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    given = [*files, tmp_path / "e.jsonl", tmp_path / "f.safetensors"]
-    subprocess.run([sys.executable, "-c", script, *given], env=environment, check=True, cwd=home)
+    command = [sys.executable, "-c", script, *files, tmp_path / "f.safetensors"]
+    subprocess.run(command, env=environment, check=True, cwd=home)
     assert list(home.iterdir()) == []
 
 
@@ -133,36 +128,26 @@ def test_columns_are_found_by_name_or_named(tmp_path, read):
         assert read(path) == [expected]
     path.write_text('{"title": "x", "body": "y"}\n{"title": "z"}')
     assert read(path, column="title") == ["x", "z"]
-    with pytest.raises(
-        CalibrationError, match=r"record 1 of .*rows.jsonl has no column 'body'; its columns are 'title'"
+    for column, message in (
+        ("body", r"record 1 of .*rows\.jsonl has no column 'body'; its columns are 'title'"),
+        (None, "and 2 others with text; name one with column: 'title', 'body'"),
     ):
-        read(path, column="body")
-    with pytest.raises(CalibrationError, match="has no column 'text'; its columns are 'title', 'body'"):
-        read(path, column="text")
-    with pytest.raises(CalibrationError, match=r"and 2 others with text; name one with column: 'title', 'body'"):
-        read(path)
+        with pytest.raises(CalibrationError, match=message):
+            read(path, column=column)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.docx", b"x", r"a\.docx is or holds no file that can be read; such files end in \.txt"),
-        ("a", b"x", "such files end in"),
         ("a.txt", b"caf\xe9", "'utf-8' codec can't decode byte 0xe9 in position 3"),
-        ("a.jsonl", b'"caf\xe9"', "'utf-8' codec can't decode"),
-        ("a.csv", b"text\ncaf\xe9", "'utf-8' codec can't decode"),
-        ("a.json", b"[1,", r"a\.json cannot be read as \.json"),
         ("a.json", b"[" * 100_000, "recursion depth"),
         ("a.json", b'{"text": "x"}', "it must hold a list; if it has one record per line, name it .jsonl"),
         ("a.json", b"[[1, 1e3]]", r"document 0 of .*a\.json is \[1, 1000\.0\]; it must be text"),
         ("a.json", b"[[9999999999999999999]]", "it must be text, a chat .* or a list of token ids"),
         ("a.jsonl", b'"x"\n{', r"line 2 of .*a\.jsonl cannot be read"),
-        ("a.jsonl", b'{"text": "x"}\n3', "document 1 of .* is 3; it must be text"),
         ("a.csv", b'text\n"x', r"a\.csv cannot be read as \.csv"),
-        ("a.parquet", b"PAR1 no", r"a\.parquet cannot be read as \.parquet"),
-        ("a.safetensors", b"12", r"a\.safetensors cannot be read as \.safetensors"),
         ("a.txt", b"", "holds no token"),
-        ("a.jsonl", b"", "holds no token"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path, tokenizer, name, content, message):
@@ -205,7 +190,6 @@ def test_ready_samples_from_files(tmp_path):
     ids = torch.arange(16).view(2, 8)
     save_file({"input_ids": ids}, tmp_path / "a.safetensors")
     save_file({"input_ids": ids + 16}, tmp_path / "b.safetensors")
-    assert torch.equal(draw(tmp_path / "a.safetensors", None, samples=8), ids)
     assert draw(tmp_path, None, samples=3, seed=9).flatten().tolist() == list(range(24))
     save_file({"input_ids": torch.arange(6).view(2, 3)}, tmp_path / "c.safetensors")
     with pytest.raises(CalibrationError, match="samples of 3 tokens, and sequence_length is 8"):
@@ -230,24 +214,18 @@ def test_safetensors_that_hold_something_else(tmp_path, tensors, message):
         draw(tmp_path / "a.safetensors", None)
 
 
-def test_chats_go_through_the_template(chatting, tmp_path):
+def test_chats_go_through_the_template(tokenizer, chatting, tmp_path):
     expected = chatting.backend_tokenizer.encode(RENDERED, add_special_tokens=False).ids
     assert expected.count(chatting.bos_token_id) == 2
     # Messages need not have the same keys.
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + '\n{"messages": [{"role": "a", "x": 1}]}')
     assert load_text(tmp_path / "chats.jsonl", chatting)[: len(expected)].tolist() == expected
-    datasets.Dataset.from_list([{"messages": CHAT}]).to_parquet(tmp_path / "chats.parquet")
-    for source in ([CHAT], tmp_path / "chats.parquet", datasets.Dataset.from_list([{"messages": CHAT}])):
+    dataset = datasets.Dataset.from_list([{"messages": CHAT}])
+    dataset.to_parquet(tmp_path / "chats.parquet")
+    for source in ([CHAT], tmp_path / "chats.parquet", dataset):
         assert load_text(source, chatting).tolist() == expected
-    twice = load_samples(Calibration([CHAT, CHAT], samples=2), chatting, sequence_length=len(expected))
-    assert twice.input_ids.tolist() == [expected] * 2
-
-
-def test_chats_that_cannot_be_rendered(tokenizer, chatting):
     with pytest.raises(CalibrationError, match=r"does not fit the tokenizer .*chat_template is not set"):
         load_text([CHAT], tokenizer)
-    with pytest.raises(CalibrationError, match=r"it must be text, a chat .a list of messages with 'role'"):
-        load_text([[{"from": "human", "value": "x"}]], chatting)
     chatting.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(CalibrationError, match=r"the list does not fit .*: roles must alternate"):
         load_text([CHAT], chatting)
@@ -259,12 +237,8 @@ def test_chats_that_cannot_be_rendered(tokenizer, chatting):
         ([], r"^\[\] cannot be read; give a file, a folder"),
         ([1, 2], "document 0 of the list is 1; it must be .* a list of token ids"),
         (CHAT, r"document 0 of the list is \{.*a chat \(a list of messages"),
-        ([["a", 1]], r"document 0 of the list is \['a', 1\]"),
         (["text", 3.5], r"document 1 of the list is 3\.5"),
-        (["text", Path("a.txt")], r"document 1 of the list is .*Path\('a\.txt'\)"),
-        ([b"bytes"], r"document 0 of the list is b'bytes'"),
         ([[True, False]], "whole numbers"),
-        (3, "3 cannot be read"),
         (b"bytes", "b'bytes' cannot be read"),
         (torch.zeros(4), r"document 0 of the tensor is tensor\(\[0\."),
         (torch.zeros(1, 2, 3, dtype=torch.int64), r"cannot be read; .* \(1-D, or 2-D for ready samples\)"),
@@ -350,7 +324,6 @@ def test_datasets_made_by_the_caller(tokenizer):
     [
         (ConnectionError("no route"), r"some/set \(train\) cannot be read: no route; check .*the network"),
         (datasets.exceptions.DatasetNotFoundError("gone"), "cannot be read: gone; check its name"),
-        (datasets.exceptions.DatasetGenerationError("bad"), "cannot be read: bad"),
         (ValueError("Bad split: x. Available: y"), "Available: y; check its name, its split"),
         (RuntimeError("Dataset scripts are no longer supported"), "scripts are no longer supported.*give a local file"),
     ],
@@ -372,7 +345,7 @@ def test_sets_that_cannot_be_had(monkeypatch, tokenizer, raised, message, late):
     assert caught.value.__cause__ is raised
 
 
-@pytest.mark.parametrize("source", ["../some/set", "a/b/c", "Call me Ishmael.", "x" * 5000 + " ", "a/b:c:d", "nul\0"])
+@pytest.mark.parametrize("source", ["../some/set", "Call me Ishmael.", "x" * 5000 + " ", "a/b:c:d", "nul\0"])
 def test_strings_that_are_neither_path_nor_data_set(hub, source):
     with pytest.raises(DatasetUnavailableError, match="no existing file or folder, and cannot be a data set"):
         load_text(source, None)

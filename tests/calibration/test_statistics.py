@@ -11,7 +11,7 @@ def streams(tokens=4000, columns=48):
     return x, x + 0.1 * torch.randn(tokens, columns, generator=generator)
 
 
-@pytest.mark.parametrize("split", [[4000], [1, 3999], [1000, 7, 2000, 993], [100] * 40])
+@pytest.mark.parametrize("split", [[4000], [1, 3999], [100] * 40])
 def test_streaming_equals_one_product_in_double_precision(split):
     x, x_float = streams()
     statistics = InputStatistics(48, torch.device("cpu"), cross=True)
@@ -37,13 +37,6 @@ def test_columns_beyond_one_slab_are_mirrored():
     assert float((cross - 0.5 * exact).norm() / exact.norm()) < 1e-6
 
 
-def test_equal_streams_have_no_cross_moments():
-    x, _ = streams()
-    statistics = InputStatistics(48, torch.device("cpu"), cross=True)
-    statistics.update(x, x.clone())
-    assert not statistics.cross().any()
-
-
 def test_half_precision_inputs_are_summed_in_float32():
     x, _ = streams()
     statistics = InputStatistics(48, torch.device("cpu"))
@@ -63,27 +56,20 @@ def test_streams_that_do_not_pair_are_refused():
         InputStatistics(48, torch.device("cpu")).hessian()
 
 
-@pytest.mark.parametrize("kind", ["cuda", "mkldnn"])
-def test_reduced_precision_products_are_off_inside_and_back_outside(kind):
-    """However it was set: torch.get_float32_matmul_precision raises where it was set for one backend only."""
-    matmul = getattr(torch.backends, kind).matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "tf32"
-    try:
-        with full_float32():
-            assert matmul.fp32_precision == "ieee"
-        assert matmul.fp32_precision == "tf32"
-    finally:
-        matmul.fp32_precision = before
-
-
-def test_reduced_precision_by_torchs_older_interface():
+@pytest.mark.parametrize("old", [True, False])
+def test_reduced_precision_products_are_off_inside_and_back_outside(old):
+    """By torch's older interface and its newer one, after which the older one's question raises."""
     matmuls = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
-    torch.set_float32_matmul_precision("medium")
     try:
+        if old:
+            torch.set_float32_matmul_precision("medium")
+        else:
+            for matmul in matmuls:
+                matmul.fp32_precision = "tf32"
+        before = [matmul.fp32_precision for matmul in matmuls]
         with full_float32():
             assert [matmul.fp32_precision for matmul in matmuls] == ["ieee", "ieee"]
-        assert torch.get_float32_matmul_precision() == "medium"
+        assert [matmul.fp32_precision for matmul in matmuls] == before != ["ieee", "ieee"]
     finally:
         torch.set_float32_matmul_precision("highest")
 

@@ -27,10 +27,7 @@ PERPLEXITY_BOUND = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What we read from a checkpoint: weights rounded to float16, logits in float32 and in float16 arithmetic.
-
-    Logits are None where only the weights are of interest.
-    """
+    """What we read: weights rounded to float16, logits in float32 and float16 arithmetic (None where not wanted)."""
 
     weights: dict[str, Tensor]
     logits: Tensor | None

@@ -81,7 +81,7 @@ class Client:
     Attributes:
         environment: Its folder under .clients.
         script: Its script beside this one.
-        kernel: The client's name of the kernel to use; None leaves it to the client.
+        kernel: Its name of the kernel to use; None leaves it to the client.
         factor: How far its arithmetic may be from float32, against our float16 arithmetic.
         variables: Environment variables that it needs.
         reads: Regular expression for the checkpoints that it is asked to read.
@@ -105,38 +105,20 @@ GPTQMODEL_VARIABLES = {
 GPTQMODEL_REFUSALS = {"-asym-.*v1": r"sym=False model with format=.*only supported if produced by gptqmodel"}
 # Their choice for 4 bits on the CPU, torch's int4pack in bfloat16, has no groups of other sizes.
 INT4PACK_REFUSALS = {"^w4-row-": r"_weight_int4pack_mm_cpu: expect qGroupSize to be"}
+GPTQMODEL = Client(
+    environment="gptqmodel",
+    script="gptqmodel_client.py",
+    kernel="gptq_torch",
+    variables=GPTQMODEL_VARIABLES,
+    refusals=GPTQMODEL_REFUSALS,
+)
+TRANSFORMERS = replace(GPTQMODEL, script="transformers_client.py", reads="^(?!.*-experts-)", refusals={})  # no experts
+CHOICE = {"kernel": None, "factor": BFLOAT16_FACTOR, "reads": "^w4-(?!.*-experts-)"}
 CLIENTS = {
-    "GPTQModel, torch kernel": Client(
-        environment="gptqmodel",
-        script="gptqmodel_client.py",
-        kernel="gptq_torch",
-        variables=GPTQMODEL_VARIABLES,
-        refusals=GPTQMODEL_REFUSALS,
-    ),
-    "GPTQModel, its choice": Client(
-        environment="gptqmodel",
-        script="gptqmodel_client.py",
-        factor=BFLOAT16_FACTOR,
-        variables=GPTQMODEL_VARIABLES,
-        reads="^w4-(?!.*-experts-)",
-        refusals={**GPTQMODEL_REFUSALS, **INT4PACK_REFUSALS},
-    ),
-    "transformers, torch kernel": Client(
-        environment="gptqmodel",
-        script="transformers_client.py",
-        kernel="gptq_torch",
-        variables=GPTQMODEL_VARIABLES,
-        reads="^(?!.*-experts-)",  # it has no quantized experts
-        refusals={},
-    ),
-    "transformers, its choice": Client(
-        environment="gptqmodel",
-        script="transformers_client.py",
-        factor=BFLOAT16_FACTOR,
-        variables=GPTQMODEL_VARIABLES,
-        reads="^w4-(?!.*-experts-)",
-        refusals=INT4PACK_REFUSALS,
-    ),
+    "GPTQModel, torch kernel": GPTQMODEL,
+    "GPTQModel, its choice": replace(GPTQMODEL, **CHOICE, refusals={**GPTQMODEL_REFUSALS, **INT4PACK_REFUSALS}),
+    "transformers, torch kernel": TRANSFORMERS,
+    "transformers, its choice": replace(TRANSFORMERS, **CHOICE, refusals=INT4PACK_REFUSALS),
     "vLLM": Client(
         environment="vllm",
         script="vllm_client.py",
@@ -167,7 +149,8 @@ def main() -> int:
     tokens = write_tokens(arguments.text, WINDOWS, work / "tokens.safetensors")
     input_ids = load_file(tokens)["input_ids"]
 
-    ours = [*write_ours(work, calibration), write_mixture(work, calibration)]
+    ours = [write_one(work, calibration, MODEL, name, flags) for name, flags in OURS.items()]
+    ours.append(write_mixture(work, calibration))
     tampered = change_one_code(work / "ours" / "w4-g128-sym-v1", work / TAMPERED)
     readings = {path.name: read(path, input_ids) for path in (*ours, tampered)}
     scrambled = [scramble(work / "ours" / name, work / "scrambled" / f"{name}-random-bits") for name in SCRAMBLED]
@@ -192,10 +175,9 @@ def main() -> int:
     answers = run_client(client, theirs, tokens, work / "answers" / "GPTQModel-own")
     rows += [("gptqkit", f"GPTQModel's, {n}", *judge(client, n, answers, readings, input_ids)) for n in readings]
 
-    for environment, packages in PACKAGES.items():
-        sys.stdout.write(f"{versions(environment, packages)}\n")
-    sys.stdout.write("\n")
-    sys.stdout.write(table(("client", "checkpoint", "loads", "agreement", "verdict"), rows))
+    lines = [versions(environment, packages) for environment, packages in PACKAGES.items()]
+    lines += ["", table(("client", "checkpoint", "loads", "agreement", "verdict"), rows)]
+    sys.stdout.write("\n".join(lines))
     wrong = sum(row[-1] != GOOD for row in rows)
     sys.stdout.write(f"\n{len(rows)} rows, {wrong} wrong\n")
     return 1 if wrong else 0
@@ -208,11 +190,6 @@ def write_tokens(text: Path, windows: int, target: Path) -> Path:
     ids = AutoTokenizer.from_pretrained(MODEL)(start, add_special_tokens=False, verbose=False)["input_ids"]
     save_file({"input_ids": torch.tensor(ids[: windows * LENGTH]).view(windows, LENGTH)}, target)
     return target
-
-
-def write_ours(work: Path, calibration: Path) -> list[Path]:
-    """Our checkpoints of the example model."""
-    return [write_one(work, calibration, MODEL, name, flags) for name, flags in OURS.items()]
 
 
 def write_one(work: Path, calibration: Path, model: str | Path, name: str, flags: str) -> Path:
@@ -232,19 +209,10 @@ def write_mixture(work: Path, calibration: Path) -> Path:
     if not folder.exists():
         torch.manual_seed(0)
         tokenizer = AutoTokenizer.from_pretrained(MODEL)
-        config = Qwen3MoeConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=256,
-            moe_intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            num_experts=4,
-            num_experts_per_tok=2,
-            max_position_embeddings=512,
-        )
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64, "head_dim": 32}
+        counts = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4}
+        limits = {"vocab_size": len(tokenizer), "num_experts_per_tok": 2, "max_position_embeddings": 512}
+        config = Qwen3MoeConfig(**sizes, **counts, **limits)
         model = Qwen3MoeForCausalLM(config)
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -311,10 +279,8 @@ def absolute(path: str | Path) -> str:
 
 
 def versions(environment: str, packages: tuple[str, ...]) -> str:
-    """The names and versions of packages of an environment."""
     code = f"from importlib.metadata import version; print(*[f'{{p}} {{version(p)}}' for p in {packages}], sep=', ')"
-    found = subprocess.run([python_of(environment), "-c", code], capture_output=True, text=True, check=True)
-    return found.stdout.strip()
+    return subprocess.check_output([python_of(environment), "-c", code], text=True).strip()
 
 
 def execute(command: list[str], variables: Mapping[str, str], log: Path, where: Path | None = None) -> None:

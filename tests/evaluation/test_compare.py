@@ -2,15 +2,13 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gptqkit.errors import NonFiniteError, ShapeError
-from gptqkit.evaluation.compare import kl_divergence, score, top1_agreement
-from gptqkit.evaluation.perplexity import CHUNK
+from gptqkit.evaluation.compare import CHUNK, score
 
 TOKENS = torch.randint(0, 30, (75,), generator=torch.Generator().manual_seed(2))
 SIZE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
@@ -61,32 +59,49 @@ def test_divergence_from_a_reference():
     assert (same.top1_agreement, same.kl_divergence) == (1, 0)
 
 
-def test_losses_that_are_not_finite_stop_the_evaluation():
-    class Broken:
-        device = torch.device("cpu")
+class Given:
+    """A model whose logits are given, whatever it reads."""
 
-        def __call__(self, input_ids, use_cache):
-            assert not use_cache
-            return SimpleNamespace(logits=torch.full((*input_ids.shape, 30), torch.nan))
+    device = torch.device("cpu")
 
+    def __init__(self, logits):
+        self.logits = logits[None]
+
+    def __call__(self, input_ids, use_cache):
+        assert not use_cache
+        assert input_ids.shape == self.logits.shape[:2]
+        return self
+
+
+def log_softmax(row):
+    total = math.log(sum(math.exp(value) for value in row))
+    return [value - total for value in row]
+
+
+def test_every_position_of_a_long_window_is_compared_in_float32():
+    count, generator = CHUNK + 3, torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 9, (count + 1,), generator=generator)
+    tables = (4 * torch.randn(2, count + 1, 9, generator=generator)).bfloat16()
+    scores = score(Given(tables[1]), tokens, reference=Given(tables[0]), sequence_length=count + 1)
+    loss = other_loss = divergence = agreed = 0.0
+    for place, token in enumerate(tokens[1:].tolist()):
+        p, q = (log_softmax(table[place].tolist()) for table in tables)
+        loss -= q[token]
+        other_loss -= p[token]
+        divergence += sum(math.exp(a) * (a - b) for a, b in zip(p, q, strict=True))
+        agreed += p.index(max(p)) == q.index(max(q))
+    assert scores.perplexity == pytest.approx(math.exp(loss / count), rel=1e-5)
+    assert scores.reference_perplexity == pytest.approx(math.exp(other_loss / count), rel=1e-5)
+    assert scores.kl_divergence == pytest.approx(divergence / count, rel=1e-5)
+    assert scores.top1_agreement == agreed / count
+
+
+def test_what_cannot_be_compared_is_refused():
+    fine = Given(torch.zeros(16, 30))
     with pytest.raises(NonFiniteError, match="the model's loss in window 0 is nan"):
-        score(Broken(), TOKENS, sequence_length=16)
-
-
-def softmax(row):
-    values = [math.exp(value) for value in row]
-    return [value / sum(values) for value in values]
-
-
-def test_every_position_of_a_long_window_is_compared():
-    reference, logits = torch.randn(2, CHUNK + 2, 9, generator=torch.Generator().manual_seed(0))
-    found, agreed = kl_divergence(reference, logits), top1_agreement(reference, logits)
-    assert found.shape == agreed.shape == (CHUNK + 2,)
-    for place in (0, CHUNK - 1, CHUNK, CHUNK + 1):
-        p, q = softmax(reference[place].tolist()), softmax(logits[place].tolist())
-        expected = sum(a * (math.log(a) - math.log(b)) for a, b in zip(p, q, strict=True))
-        assert found[place].item() == pytest.approx(expected, rel=1e-4)
-        assert agreed[place] == (p.index(max(p)) == q.index(max(q)))
-    for compare in (kl_divergence, top1_agreement):
-        with pytest.raises(ShapeError, match="share a vocabulary"):
-            compare(torch.zeros(2, 5), torch.zeros(2, 6))
+        score(Given(torch.full((16, 30), torch.nan)), TOKENS[:16], reference=fine, sequence_length=16)
+    infinite = torch.zeros(16, 30).index_fill(1, TOKENS[1:2], -torch.inf)
+    with pytest.raises(NonFiniteError, match="the reference's loss in window 0 is inf"):
+        score(fine, TOKENS[:16], reference=Given(infinite), sequence_length=16)
+    with pytest.raises(ShapeError, match="share a vocabulary"):
+        score(fine, TOKENS[:16], reference=Given(torch.zeros(16, 31)), sequence_length=16)

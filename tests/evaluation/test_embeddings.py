@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from gptqkit.errors import ArchitectureError, ConfigError, NonFiniteError, ShapeError
+from gptqkit.errors import ArchitectureError, NonFiniteError, ShapeError
 from gptqkit.evaluation import embeddings
 from gptqkit.evaluation.embeddings import compare_embeddings
 
@@ -90,8 +90,6 @@ def test_what_cannot_be_compared_is_refused():
         compare_embeddings(fine, Table([[1, torch.nan]]), texts, sequence_length=8)
     with pytest.raises(ShapeError, match="have 3 dimensions, the model's 2"):
         compare_embeddings(fine, Table([[1, 2, 3]]), texts, sequence_length=8)
-    with pytest.raises(ConfigError, match="batch_size is 0"):
-        compare_embeddings(fine, fine, texts, sequence_length=8, batch_size=0)
     blind = SimpleNamespace(device="cpu", base_model=lambda **_: object())
     with pytest.raises(ArchitectureError, match="the model, a SimpleNamespace, returns no last_hidden_state"):
         compare_embeddings(blind, fine, texts, sequence_length=8)

@@ -7,10 +7,10 @@ from gptqkit.quantizer.config import QuantizeConfig
 
 CONFIG = QuantizeConfig(bits=3, group_size=-1, sym=False, method="gptaq", format="gptq").to_dict()
 MODULES = [
-    {"name": "model.layers.0.q_proj", "layer": 0, "error": 0.1, "worse_than_rounding": False},
-    {"name": "model.layers.0.down_proj", "layer": 0, "error": 0.3, "worse_than_rounding": True},
-    {"name": "model.layers.1.q_proj", "layer": 1, "error": None},
-    {"name": "lm_head", "layer": None, "error": 0.05},
+    {"name": "model.layers.0.q_proj", "error": 0.1, "rounding_error": 0.2, "worse_than_rounding": False},
+    {"name": "model.layers.0.down_proj", "error": 0.3, "rounding_error": 0.25, "worse_than_rounding": True},
+    {"name": "model.layers.1.q_proj", "error": None, "rounding_error": None},
+    {"name": "lm_head", "error": 0.05, "rounding_error": 0.15, "worse_than_rounding": False},
 ]
 
 
@@ -39,13 +39,14 @@ def test_whole_card():
         "| seed | 0 |",
         "| quantizer | gptqkit 1.2 |",
         "| books | 64 | 630 | 9.877 |",
-        "| 0 | 2 | 0.20000 | 0.30000 | `down_proj` |",
-        "| outside the layers | 1 | 0.05000 | 0.05000 | `lm_head` |",
-        "Worse than plain rounding: `model.layers.0.down_proj`.",
         'model, tokenizer = gptqkit.load("path/to/this/directory")',
     ):
         assert line in lines
     assert any("asymmetric version 1" in line for line in lines)
+    [errors] = [line for line in lines if "Relative output error" in line]
+    assert "0.15000 on average over 3 modules (plain rounding: 0.20000)" in errors
+    assert "at most 0.30000, in `model.layers.0.down_proj`" in errors
+    assert errors.endswith("Worse than plain rounding: `model.layers.0.down_proj`.")
 
 
 def test_what_is_not_known_is_left_out():

@@ -16,16 +16,15 @@ from support.weights import random_weight, same
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("settings", [{"sym": True}, {"sym": False}, {"format": "gptq", "sym": False}])
-@pytest.mark.parametrize("most", [1 << 30, 9000])
-def test_everything_reads_back_exactly(material, tmp_path, bits, settings, most):
+def test_everything_reads_back_exactly(material, tmp_path, bits, settings):
     made = material(bits=bits, overrides={"0.mlp": ModuleOverride(bits=8, group_size=-1)}, **settings)
     made.weights["model.layers.1.mlp.down_proj"] = random_weight(bits, act_order=True, sym=settings["sym"])
     given = copy.deepcopy(made)
-    checkpoint = open_checkpoint(made.write(tmp_path / "out", max_shard_bytes=most))
+    checkpoint = open_checkpoint(made.write(tmp_path / "out", max_shard_bytes=9000))
     declared = checkpoint.declared
     assert (declared.format, declared.bits, declared.group_size) == (made.config.format, bits, 32)
     assert (declared.sym, declared.desc_act) == (settings["sym"], True)
-    assert len(checkpoint.tensors.files) > 1 or most > 9000
+    assert len(checkpoint.tensors.files) > 1
     assert checkpoint.layers.keys() == given.weights.keys()
     for name, weight in given.weights.items():
         assert same(checkpoint.weight(name), weight)

@@ -24,12 +24,11 @@ def rewrite(path, change):
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("before", "after"), [("gptq", "gptq_v2"), ("gptq_v2", "gptq")])
 def test_conversion_equals_quantizing_for_the_other_format(material, tmp_path, bits, before, after):
-    source = material(bits=bits, format=before, sym=False).write(tmp_path / "source", passthrough=["x"])
-    sharded = material(bits=bits, format=before, sym=False).write(
-        tmp_path / "sharded", passthrough=["x"], max_shard_bytes=6000
-    )
-    wanted = material(bits=bits, format=after, sym=False).write(tmp_path / "wanted", passthrough=["x"])
-    convert(sharded, tmp_path / "out", format=after)
+    def write(name, layout, **options):
+        return material(bits=bits, format=layout, sym=False).write(tmp_path / name, passthrough=["x"], **options)
+
+    source, wanted = write("source", before), write("wanted", after)
+    convert(write("sharded", before, max_shard_bytes=6000), tmp_path / "out", format=after)
     assert files(tmp_path / "out") == files(wanted)
     convert(tmp_path / "out", tmp_path / "back", format=before)
     assert files(tmp_path / "back") == files(source)
@@ -76,7 +75,19 @@ def test_files_of_other_programs_keep_their_configs_and_card(material, tmp_path,
     assert same(*(open_checkpoint(path).weight("model.layers.0.mlp.down_proj") for path in (source, tmp_path / "out")))
 
 
-@pytest.mark.parametrize("damage", [{"perplexity": [{}]}, {"perplexity": 3}, {"modules": [3]}, {"config": 3}])
+def test_settings_of_another_version_of_gptqkit_are_kept(material, tmp_path):
+    source = material(format="gptq").write(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    settings = config["quantization_config"]["meta"]["gptqkit"]
+    settings |= {"colour": "red", "overrides": ["unlike ours"]}
+    (source / "config.json").write_text(json.dumps(config))
+    convert(source, tmp_path / "out", format="gptq_v2")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert written["meta"]["gptqkit"] == {**settings, "format": "gptq_v2"}
+    assert open_checkpoint(tmp_path / "out").declared.format == "gptq_v2"
+
+
+@pytest.mark.parametrize("damage", [{"perplexity": 3}, {"modules": [3]}, {"config": 3}])
 def test_a_damaged_report_is_named(material, tmp_path, damage):
     source = material(format="gptq").write(tmp_path / "source")
     report = json.loads((source / "quantization_report.json").read_text())

@@ -105,7 +105,7 @@ def test_dynamic_settings_hold_for_the_first_pattern_from_the_start_of_the_name(
         r"-:model\.layers\.0\.": {},
         r"o_proj": {"bits": 2},  # GPTQModel matches from the start: this hits nothing
         r".*\.3\..*o_proj": {"bits": 8, "group_size": -1, "sym": False},
-        r"+:.*o_proj": {"bits": 3},
+        r"+:.*o_proj": {"bits": 3, "group_size": None},
     }
     declared = read_config({**plain, "dynamic": dynamic}, "here")
     assert declared.for_module("model.layers.3.self_attn.o_proj") == (8, None, False)

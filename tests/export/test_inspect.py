@@ -80,11 +80,10 @@ def test_readers_by_tensors(material, tmp_path):
 
 def test_every_reader_loads_what_suits_it_and_fused_projections_count_together(material, tmp_path):
     made = material(format="gptq")
-    shapes = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
     made.weights = {
         f"model.layers.{block}.self_attn.{name}": random_weight(rows=rows, columns=128, sym=True)
         for block in range(2)
-        for name, rows in shapes.items()
+        for name, rows in (("q_proj", 64), ("k_proj", 32), ("v_proj", 32))
     }
     assert refusals(made.write(tmp_path / "out")) == {}
 

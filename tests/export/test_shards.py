@@ -48,26 +48,32 @@ def test_the_index_is_like_that_of_transformers(tmp_path, out):
     assert all(torch.equal(found.get(name), tensor) for name, tensor in given.items())
 
 
-def test_small_files_are_joined_and_large_ones_stay_as_they_are(tmp_path, out, monkeypatch):
+@pytest.mark.parametrize("links", [True, False])
+def test_small_files_are_joined_and_large_ones_stay_as_they_are(tmp_path, out, monkeypatch, links):
+    """Every file is synced when it is complete; without hard links large ones are copied."""
+    sizes, sync = {}, os.fsync
+
+    def record(descriptor):
+        sync(descriptor)
+        sizes[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
+
+    def refuse(*_):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fsync", record)
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setattr(shards, "JOINED_BYTES", 2500)
     files = write(tmp_path, 600, 600, 600, 4000, 600, 4000, 4000)
     before = [file.read_bytes() for file in files]
     join_files(files, out)
     made = sorted(out.glob("*.safetensors"))
     assert [list(load_file(file)) for file in made] == [["t0", "t1", "t2"], ["t3"], ["t4"], ["t5"], ["t6"]]
-    assert [file.stat().st_ino for file in made[1:]] == [file.stat().st_ino for file in files[-4:]]  # nothing is copied
+    assert [file.read_bytes() for file in made[1:]] == before[-4:]
+    assert [file.samefile(part) for file, part in zip(made[1:], files[-4:], strict=True)] == [links] * 4
     assert [file.read_bytes() for file in files] == before
-
-
-def test_without_hard_links_files_are_copied(tmp_path, out, monkeypatch):
-    def refuse(*_):
-        raise OSError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    [file] = write(tmp_path, 100)
-    join_files([file], out)
-    assert [entry.name for entry in out.iterdir()] == ["model.safetensors"]
-    assert (out / "model.safetensors").read_bytes() == file.read_bytes()
+    for file in [*files, made[0]]:
+        assert sizes[file.stat().st_ino] == file.stat().st_size
 
 
 def test_parts_that_do_not_fit_together_are_refused(tmp_path, out):
@@ -89,19 +95,6 @@ def test_views_and_shared_memory_are_written_without_what_surrounds_them(tmp_pat
     found = load_file(file)
     assert all(same_bits(found[name], tensor) for name, tensor in before.items())
     assert all(torch.equal(given[name], tensor) for name, tensor in before.items())
-
-
-def test_every_file_is_synced_when_it_is_complete(tmp_path, out, monkeypatch):
-    sizes, sync = {}, os.fsync
-
-    def record(descriptor):
-        sync(descriptor)
-        sizes[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
-
-    monkeypatch.setattr(os, "fsync", record)
-    join_files(write(tmp_path, 600, 600, 100), out)
-    for file in tmp_path.rglob("*.safetensors"):
-        assert sizes[file.stat().st_ino] == file.stat().st_size
 
 
 def test_a_byte_that_reads_back_differently_is_noticed(tmp_path, out, faulty_disk):

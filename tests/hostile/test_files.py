@@ -50,13 +50,7 @@ def test_damaged_tensors(build, content):
         open_checkpoint(file.parent)
 
 
-ELSEWHERE = [
-    "../model.safetensors",
-    "/etc/passwd",
-    "/tmp/model.safetensors",
-    "sub/model.safetensors",
-    "C:m.safetensors",
-]
+ELSEWHERE = ["../model.safetensors", "/etc/passwd", "/tmp/model.safetensors", "sub/model.safetensors"]
 NO_NAMES = ["C:model.safetensors", "..\\model.safetensors", "..", "", "model.bin", "model.safetensors\0", 7, None]
 
 

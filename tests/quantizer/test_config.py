@@ -31,29 +31,21 @@ def test_what_cannot_be_is_refused(settings, message):
         QuantizeConfig(**settings)
 
 
-def test_an_override_either_skips_or_changes():
-    with pytest.raises(ConfigError, match="not both"):
-        ModuleOverride(skip=True, bits=4)
-
-
 def test_the_first_matching_override_counts():
-    config = QuantizeConfig(
-        bits=4,
-        group_size=128,
-        overrides={
-            r"layers\.0\.": ModuleOverride(bits=8, group_size=-1),
-            r"down_proj$": ModuleOverride(skip=True),
-            r"o_proj": ModuleOverride(group_size=32),
-        },
-    )
+    overrides = {
+        r"layers\.0\.": ModuleOverride(bits=8, group_size=-1),
+        r"down_proj$": ModuleOverride(skip=True),
+        r"o_proj": ModuleOverride(group_size=32),
+    }
+    config = QuantizeConfig(bits=4, group_size=128, overrides=overrides)
     first = config.for_module("model.layers.0.mlp.down_proj")
-    assert first is not None
     assert (first.bits, first.group_size) == (8, None)
     assert config.for_module("model.layers.1.mlp.down_proj") is None
     third = config.for_module("model.layers.1.self_attn.o_proj")
-    assert third is not None
     assert (third.bits, third.group_size) == (4, 32)
     assert config.for_module("model.layers.1.self_attn.q_proj") is config
+    with pytest.raises(ConfigError, match="not both"):
+        ModuleOverride(skip=True, bits=4)
 
 
 def test_defaults_that_depend_on_other_settings():
@@ -67,7 +59,7 @@ def test_defaults_that_depend_on_other_settings():
 def test_json_brings_every_setting_back():
     config = QuantizeConfig(bits=2, sym=False, desc_act=True, overrides={"x": ModuleOverride(bits=8)})
     assert QuantizeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    with pytest.raises(ConfigError, match="unknown settings: colour"):
+    with pytest.raises(ConfigError, match=r"no settings: .*colour"):
         QuantizeConfig.from_dict({"colour": 1})
-    with pytest.raises(ConfigError, match="unknown settings: colour"):
+    with pytest.raises(ConfigError, match=r"no settings: .*colour"):
         QuantizeConfig.from_dict({"overrides": {"x": {"colour": 1}}})

@@ -14,12 +14,13 @@ from support.models import samples
 
 def calibration(tokens):
     """The source of these samples; of padded ones, documents that are padded to the same length."""
-    length = tokens.input_ids.shape[1]
     if tokens.attention_mask is None:
-        return gptqkit.Calibration(tokens.input_ids, sequence_length=length)
+        return gptqkit.Calibration(tokens.input_ids)
     rows = zip(tokens.input_ids, tokens.attention_mask, strict=True)
     documents = [ids[mask].tolist() for ids, mask in rows]
-    return gptqkit.Calibration(documents, samples=len(documents), sequence_length=length, concatenate=False)
+    return gptqkit.Calibration(
+        documents, samples=len(documents), sequence_length=tokens.input_ids.shape[1], concatenate=False
+    )
 
 
 def quantize(model, out, tokens=None, *, run=None, progress=lambda _: None, **settings):
