@@ -130,7 +130,7 @@ def test_settings_that_are_typed_in_a_form_of_their_own(settings):
         "inspect folder --js",
         "quantize model out --desc-act --act-group-aware",
         "quantize model out --calibration a.txt --samples 0",
-        "quantize model out --max-shard-bytes 8GB",
+        "quantize model out --max-shard-bytes 8XB",
         "quantize model out --override bits=4",
         "quantize model out --override down_proj:",
         "quantize model out --override down_proj:skip=1",

@@ -35,7 +35,7 @@ from .evaluation.config import Evaluation
 from .export.formats import FORMATS
 from .quantizer.config import ModuleOverride, QuantizeConfig
 from .run import Run
-from .units import size_text
+from .units import parse_size, size_text
 from .version import __version__
 
 T = TypeVar("T")
@@ -339,11 +339,11 @@ def _config(arguments: argparse.Namespace) -> QuantizeConfig:
 
 
 def _size(text: str) -> int:
-    """Return the bytes in `8GiB`, `500 MiB` or a plain number."""
-    match = re.fullmatch(r"(\d+) ?(|KiB|MiB|GiB|TiB)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one such as 8GiB or 500MiB")
-    return int(match[1]) << (10 * ("", "KiB", "MiB", "GiB", "TiB").index(match[2]))
+    """Return the bytes that a size stands for."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _override(text: str) -> tuple[str, ModuleOverride]:

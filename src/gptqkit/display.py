@@ -174,7 +174,7 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [[key.replace("_", " ") for key in keys]]
     for row in rows:
         shown = {**row, "size": None if row.get("size") is None else size_text(row["size"])}
-        lines.append([_text(shown.get(key)) for key in keys])
+        lines.append(["-" if shown.get(key) is None else _text(shown[key]) for key in keys])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         f"{name:{widths[0]}}" + "".join(f"   {text:>{width}}" for text, width in zip(texts, widths[1:], strict=True))
