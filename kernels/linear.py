@@ -61,7 +61,7 @@ class QuantLinear(nn.Module, ABC):
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features, self.out_features = weight.in_features, weight.out_features
-        self.bits, self.group_size = weight.bits, weight.group_size
+        self.bits, self.group_size, self.dtype = weight.bits, weight.group_size, dtype
         self.act_order = not weight.trivial_group_index
         self.register_buffer("bias", None if bias is None else bias.to(weight.codes.device, dtype))
 
@@ -134,6 +134,11 @@ class TorchLinear(QuantLinear):
         else:
             value.mul_(scale.index_select(1, self.group_index)).add_(offset.index_select(1, self.group_index))
         return value.to(dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, (out, in), in the dtype of the activations: some models look at it, T5 at its dtype."""
+        return self.dequantize(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, (..., out) in the dtype of `x`, which is (..., in)."""

@@ -34,6 +34,7 @@ from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
 
 import gptqkit
+from gptqkit.assembly import stored_module
 from gptqkit.model import FloatModel
 
 KINDS = {
@@ -185,7 +186,9 @@ def build(kind, family, folder):
             with torch.no_grad():
                 model(**inputs)
             model.save_pretrained(folder)
-            transformers.AutoConfig.from_pretrained(folder)  # some cannot read what they write
+            again = cls.from_pretrained(folder).eval()  # transformers cannot read all that it writes
+            with torch.no_grad():
+                torch.testing.assert_close(again(**inputs)[0], model(**inputs)[0])
         except Exception as error:
             problem = problem or error
         else:
@@ -195,9 +198,9 @@ def build(kind, family, folder):
 
 def put_quantized(model, source, out, modules):
     """Give the float model the weights that the checkpoint holds."""
-    names, checkpoint = FloatModel(source).names, gptqkit.open_checkpoint(out)
+    source, checkpoint = FloatModel(source), gptqkit.open_checkpoint(out)
     for name in modules:
-        weight = checkpoint.weight(names.stored(f"{name}.weight").removesuffix(".weight")).dequantize()
+        weight = checkpoint.weight(stored_module(source, name)).dequantize()
         experts, _, rest = name.rpartition(".experts.")
         try:
             place = model.get_submodule(name)

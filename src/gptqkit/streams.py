@@ -14,6 +14,7 @@ from .calibration.cache import ActivationCache
 from .calibration.capture import BlockCall, block_call, capture_inputs, head_input, routed_tokens, routing, trace_inputs
 from .calibration.statistics import InputStatistics
 from .distributed import Processes
+from .errors import ArchitectureError
 from .job import Job
 from .model import FloatModel
 from .solving import Measured
@@ -197,8 +198,13 @@ class Streams:
 
     def _run(self, call: BlockCall, hidden: Tensor, block: nn.Module) -> Tensor:
         output = call(block, hidden)
-        self._returned = len(output) if isinstance(output, (tuple, list)) else 0
-        states: Tensor = output[0] if self._returned else output
+        self._returned = len(output) if type(output) in (tuple, list) else 0
+        states = output[0] if self._returned else output
+        if not isinstance(states, Tensor):
+            raise ArchitectureError(
+                f"a {type(block).__name__} returns a {type(output).__name__}, not hidden states, so this model cannot "
+                "be quantized block by block"
+            )
         return states
 
     def _statistics(self, target: Target, group: Group) -> InputStatistics:

@@ -74,8 +74,10 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the name of the list of repeated blocks and the list: the one that holds the most weights in matrices.
 
     Blocks may be of several kinds. In a composite model only the language part is searched. ArchitectureError where
-    there is no such list.
+    there is no such list, or where it is not a model that text alone goes through, from one end to the other.
     """
+    if isinstance(model, PreTrainedModel):
+        _check_kind(model)
     part = model.get_decoder() if isinstance(model, PreTrainedModel) else model
     found = _largest_list(model, part) or _largest_list(model, model)
     if found is None:
@@ -84,6 +86,25 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
             "shape can be quantized block by block"
         )
     return found
+
+
+def _check_kind(model: PreTrainedModel) -> None:
+    """Raise ArchitectureError for a model of two stacks, and for one that does not begin with token ids."""
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ArchitectureError(
+            f"{name} is an encoder-decoder, whose decoder reads what its encoder makes; only models with one stack of "
+            "blocks can be quantized"
+        )
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:
+        embedding = None
+    if not isinstance(getattr(embedding, "weight", None), Tensor):
+        raise ArchitectureError(
+            f"{name} has no embedding of token ids, so it cannot be calibrated with text; language models and text "
+            "encoders can be quantized"
+        )
 
 
 def _largest_list(model: nn.Module, part: nn.Module) -> tuple[str, nn.ModuleList] | None:
