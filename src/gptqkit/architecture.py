@@ -14,6 +14,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 from transformers.utils import logging as transformers_logging
 
 from .errors import ArchitectureError, DatasetUnavailableError, GptqkitError
+from .export.scaled import has_scales
 
 
 def model_class(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Any:
@@ -38,6 +39,16 @@ def read_config(path: Path | str) -> Any:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
+
+
+def is_float(config: PretrainedConfig) -> bool:
+    """Whether a model has no quantized weights, but for FP8 and MXFP4, which are read; then `config` forgets these."""
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None and not has_scales(quantization):
+        return False
+    if quantization is not None:
+        del config.quantization_config  # else transformers would put its own quantizer in charge
+    return True
 
 
 def empty_model(

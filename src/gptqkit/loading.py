@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from .architecture import empty_model, explain, model_class, read_config, without_bars
+from .architecture import empty_model, explain, is_float, model_class, read_config, without_bars
 from .errors import CheckpointError, ConfigError
 from .export.checkpoint import Checkpoint, open_checkpoint
 from .export.names import StoredNames
+from .export.scaled import has_scales
 from .export.shards import read_json, some
 from .kernels.backends import check_backend
 from .kernels.linear import make_linear, summarize
-from .model import EmptyModel
+from .model import EmptyModel, FloatModel
 from .saving import Saver
 from .targets import is_matrix, matrix
 
@@ -198,9 +199,13 @@ def load_float(
     place = choose_device(device)
     with explain(path_or_id), without_bars():
         config = AutoConfig.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
-        if hasattr(config, "quantization_config"):
+        scaled = hasattr(config, "quantization_config")
+        if not is_float(config):
             raise CheckpointError(f"{path_or_id} is quantized; give its directory to gptqkit.load")
         wanted = _choose_dtype(dtype, config.dtype or torch.float32, place)
+        if scaled:
+            source = FloatModel(path_or_id, trust_remote_code=trust_remote_code)
+            return source.whole(place, wanted), load_tokenizer(source.path, trust_remote_code=trust_remote_code)
         kind = model_class(config, trust_remote_code=trust_remote_code)
         code = {"trust_remote_code": trust_remote_code} if kind is AutoModelForCausalLM else {}
         model, found = kind.from_pretrained(
@@ -217,7 +222,10 @@ def is_quantized(path_or_id: Path | str) -> bool:
     path = Path(path_or_id)
     if (path / "quantize_config.json").exists():
         return True
-    return (path / "config.json").exists() and bool(read_json(path / "config.json").get("quantization_config"))
+    if not (path / "config.json").exists():
+        return False
+    quantization = read_json(path / "config.json").get("quantization_config")
+    return bool(quantization) and not has_scales(quantization)
 
 
 def choose_device(device: torch.device | str) -> torch.device:
