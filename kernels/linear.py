@@ -137,7 +137,7 @@ class TorchLinear(QuantLinear):
 
     @property
     def weight(self) -> Tensor:
-        """The weight, (out, in), in the dtype of the activations: some models look at it, T5 at its dtype."""
+        """The weight, (out, in), in the dtype of the activations, for models that look at it, such as T5."""
         return self.dequantize(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,15 +152,20 @@ class CpuLinear(QuantLinear):
     summary: ClassVar[str] = "dequantizes each layer once and keeps the dense weight"
     device_type: ClassVar[str | None] = "cpu"
 
-    weight: Tensor
+    dense: Tensor
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(weight, bias, dtype)
-        self.register_buffer("weight", weight.dequantize(dtype))
+        self.register_buffer("dense", weight.dequantize(dtype))
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, (out, in), for models that look at it."""
+        return self.dense
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, (..., out) in the dtype of `x`, which is (..., in)."""
-        return functional.linear(x, self.weight, self.bias)
+        return functional.linear(x, self.dense, self.bias)
 
 
 class CpuInt4Linear(TorchLinear):

@@ -9,9 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .architecture import empty_model, explain, is_float, model_class, read_config, without_bars
+from .architecture import (
+    empty_model,
+    explain,
+    is_float,
+    model_class,
+    open_config,
+    read_config,
+    take_generation_config,
+    without_bars,
+)
 from .errors import CheckpointError, ConfigError
 from .export.checkpoint import Checkpoint, open_checkpoint
 from .export.names import StoredNames
@@ -69,11 +78,8 @@ def load(
     install(empty, checkpoint, device=place, dtype=wanted, backend=backend)
     model = ready(empty, checkpoint, place)
     model.save_pretrained = Saver(model, checkpoint.path)
-    with explain(path):
-        if (checkpoint.path / "generation_config.json").exists():
-            model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
-        tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=False)
-    return model, tokenizer
+    take_generation_config(model, checkpoint.path)
+    return model, load_tokenizer(checkpoint.path, trust_remote_code=False)
 
 
 def ready(empty: EmptyModel, checkpoint: Checkpoint, device: torch.device) -> Any:
@@ -198,7 +204,7 @@ def load_float(
     """
     place = choose_device(device)
     with explain(path_or_id), without_bars():
-        config = AutoConfig.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
+        config = open_config(path_or_id, trust_remote_code=trust_remote_code)
         scaled = hasattr(config, "quantization_config")
         if not is_float(config):
             raise CheckpointError(f"{path_or_id} is quantized; give its directory to gptqkit.load")
@@ -258,4 +264,5 @@ def load_tokenizer(path_or_id: Path | str, *, trust_remote_code: bool) -> Any | 
     path = Path(path_or_id)
     if path.is_dir() and not any(file.name.startswith(_TOKENIZER_FILES) for file in path.iterdir()):
         return None
-    return AutoTokenizer.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
+    with explain(f"the tokenizer of {path_or_id}"):
+        return AutoTokenizer.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)

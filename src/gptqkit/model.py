@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
-from .architecture import empty_model, explain, is_float, without_bars
+from .architecture import empty_model, explain, is_float, open_config, take_generation_config, without_bars
 from .errors import CheckpointError
 from .experts import find_stacked, split_experts, stacked_names
 from .export.names import StoredNames
@@ -161,8 +161,7 @@ class FloatModel:
             self.empty = open_empty(self.path, trust_remote_code=trust_remote_code)
             self.model = self.empty.model
             self.dtype: torch.dtype = self.model.dtype
-            if (self.path / "generation_config.json").exists() and self.model.can_generate():
-                self.model.generation_config = GenerationConfig.from_pretrained(self.path)
+            take_generation_config(self.model, self.path)
         self.prefix, self.blocks = find_blocks(self.model)
         self._tensors: Shards = FloatShards(Shards.of_folder(self.path), self.dtype, self._tile())
         self.names = StoredNames(self.empty.stacked, self.empty.names, self._tensors.where)
@@ -298,7 +297,7 @@ def open_empty(path_or_id: str | Path, *, trust_remote_code: bool = False) -> Em
         ArchitectureError: A model that transformers does not know, or only by running its code.
     """
     with explain(path_or_id), without_bars():
-        config = AutoConfig.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
+        config = open_config(path_or_id, trust_remote_code=trust_remote_code)
         if not is_float(config):
             raise CheckpointError(f"{path_or_id} is quantized already; start from the float model")
         return EmptyModel(empty_model(config, config.dtype or torch.float32, trust_remote_code=trust_remote_code))
