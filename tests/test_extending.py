@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import gptqkit
 from gptqkit import cli
-from gptqkit.errors import CheckpointError, ConfigError, ConversionError
+from gptqkit.errors import ArchitectureError, CheckpointError, ConfigError, ConversionError
 from gptqkit.export.formats import FORMATS, Declared, Format, LayerSpec
 from gptqkit.quantizer.gptq import solve_gptq
 from gptqkit.quantizer.methods import METHODS, Method
