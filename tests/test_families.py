@@ -1,14 +1,18 @@
 """A dozen of the families that `make families` tries: what is different in each has its own way through the pipeline."""
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import families
+import gptqkit
 
 OK = {  # and how many Linears stay in floating point
     "bamba": 0,  # state spaces and attention
     "deberta-v2": 0,  # blocks that return tuples and share positions
     "deepseek_v2": 0,  # latent attention, experts
     "falcon_h1": 0,  # both in one block
+    "gemma3n_text": 6,  # several versions of the hidden states; odd shapes
     "gemma4_unified_text": 0,  # keys and values handed from block to block
     "inkling2_text": 1,  # stored names that do not end in .weight
     "lfm2_moe": 0,  # blocks of two kinds
@@ -22,6 +26,7 @@ REFUSED = {
     "musicgen": "has no embedding of token ids",
     "reformer": "returns a ReformerOutput, not hidden states",
     "t5": "is an encoder-decoder",
+    "xlnet": "has its samples in another axis",
 }
 
 
@@ -46,3 +51,21 @@ def test_what_cannot_be_done_is_refused_before_any_work(family, tmp_path):
     assert found["result"] == "refused", found
     assert REFUSED[family] in found["why"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["float"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_resuming_a_model_with_hidden_states_of_another_form(tmp_path):
+    _, inputs = families.build("language model", "gemma3n_text", tmp_path / "float")
+    calibration = gptqkit.Calibration(inputs["input_ids"], sequence_length=32)
+
+    def stop(progress):
+        if progress.layer == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        gptqkit.quantize(tmp_path / "float", calibration, tmp_path / "resumed", progress=stop)
+    gptqkit.quantize(tmp_path / "float", calibration, tmp_path / "resumed", run=gptqkit.Run(resume=True))
+    gptqkit.quantize(tmp_path / "float", calibration, tmp_path / "whole")
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("resumed", "whole"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
