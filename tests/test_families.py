@@ -1,4 +1,4 @@
-"""A dozen of the families that `make families` tries: what is different in each has its own way through the pipeline."""
+"""A dozen of the families that `make families` tries: each has something that the pipeline must cope with."""
 
 import pytest
 import torch
