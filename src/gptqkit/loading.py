@@ -9,17 +9,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .architecture import empty_model, explain, model_class, read_config, without_bars
+from .architecture import (
+    empty_model,
+    explain,
+    is_float,
+    model_class,
+    open_config,
+    read_config,
+    take_generation_config,
+    without_bars,
+)
 from .errors import CheckpointError, ConfigError, DatasetUnavailableError
 from .export.checkpoint import Checkpoint, open_checkpoint
 from .export.names import StoredNames
-from .export.shards import read_json, some
+from .export.scaled import FloatShards, has_scales
+from .export.shards import Shards, read_json, some
 from .hub import fetch
 from .kernels.backends import check_backend
 from .kernels.linear import make_linear, summarize
-from .model import EmptyModel
+from .model import EmptyModel, FloatModel
 from .saving import Saver
 from .targets import is_matrix, matrix
 
@@ -72,11 +82,8 @@ def load(
     install(empty, checkpoint, device=place, dtype=wanted, backend=backend)
     model = ready(empty, checkpoint, place)
     model.save_pretrained = Saver(model, checkpoint.path)
-    with explain(path):
-        if (checkpoint.path / "generation_config.json").exists():
-            model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
-        tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=False)
-    return model, tokenizer
+    take_generation_config(model, checkpoint.path)
+    return model, load_tokenizer(checkpoint.path, trust_remote_code=False)
 
 
 def ready(empty: EmptyModel, checkpoint: Checkpoint, device: torch.device) -> Any:
@@ -202,10 +209,16 @@ def load_float(
     """
     place, path_or_id = choose_device(device), fetch(path_or_id, revision)
     with explain(path_or_id), without_bars():
-        config = AutoConfig.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
-        if hasattr(config, "quantization_config"):
+        config = open_config(path_or_id, trust_remote_code=trust_remote_code)
+        scaled = hasattr(config, "quantization_config")
+        if not is_float(config):
             raise CheckpointError(f"{path_or_id} is quantized; give its directory to gptqkit.load")
         wanted = _choose_dtype(dtype, config.dtype or torch.float32, place)
+        if not scaled and Path(path_or_id).is_dir():  # transformers would take FP8 for what it is without scales
+            scaled = bool(FloatShards(Shards.of_folder(Path(path_or_id)), wanted).scaled)
+        if scaled:
+            source = FloatModel(path_or_id, trust_remote_code=trust_remote_code)
+            return source.whole(place, wanted), load_tokenizer(source.path, trust_remote_code=trust_remote_code)
         kind = model_class(config, trust_remote_code=trust_remote_code)
         code = {"trust_remote_code": trust_remote_code} if kind is AutoModelForCausalLM else {}
         model, found = kind.from_pretrained(
@@ -222,7 +235,10 @@ def is_quantized(path_or_id: Path | str) -> bool:
     path = Path(path_or_id)
     if (path / "quantize_config.json").exists():
         return True
-    return (path / "config.json").exists() and bool(read_json(path / "config.json").get("quantization_config"))
+    if not (path / "config.json").exists():
+        return False
+    quantization = read_json(path / "config.json").get("quantization_config")
+    return bool(quantization) and not has_scales(quantization)
 
 
 def choose_device(device: torch.device | str) -> torch.device:
@@ -255,7 +271,8 @@ def load_tokenizer(path_or_id: Path | str, *, trust_remote_code: bool) -> Any | 
     path = Path(path_or_id)
     if path.is_dir() and not any(file.name.startswith(_TOKENIZER_FILES) for file in path.iterdir()):
         return None
-    return AutoTokenizer.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
+    with explain(f"the tokenizer of {path_or_id}"):
+        return AutoTokenizer.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
 
 
 def open_tokenizer(tokenizer: Any, *, trust_remote_code: bool = False) -> Any:
@@ -266,9 +283,7 @@ def open_tokenizer(tokenizer: Any, *, trust_remote_code: bool = False) -> Any:
     """
     if not isinstance(tokenizer, (str, Path)):
         return tokenizer
-    path = fetch(tokenizer, weights=False)
-    with explain(path):
-        found = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    found = load_tokenizer(fetch(tokenizer, weights=False), trust_remote_code=trust_remote_code)
     if found is None:
         raise DatasetUnavailableError(f"{tokenizer} holds no tokenizer; give a folder with tokenizer.json")
     return found

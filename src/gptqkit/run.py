@@ -24,6 +24,8 @@ class Run:
         overwrite: Replace the output folder if it is a quantized checkpoint.
         resume: Continue the unfinished job for the same output folder, if there is one; the result is the same to the
             bit. What is finished is left as it is.
+        strict: Refuse a model with Linears that do not fit the format or the group size, instead of leaving them in
+            floating point or taking smaller groups.
         shard_size: Largest size of the checkpoint's files in bytes, unless a single tensor is larger.
         revision: Branch, tag or commit of a model on the Hub; by default the main branch.
         trust_remote_code: Run the Python code that comes with a float model.
@@ -37,6 +39,7 @@ class Run:
     activations: str = field(default="auto", metadata={"choices": PLACES})
     overwrite: bool = False
     resume: bool = False
+    strict: bool = False
     shard_size: int = field(default=4 << 30, metadata={"size": True})
     revision: str | None = None
     trust_remote_code: bool = False
