@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..quantizer.quantized import QuantizedWeight
 from .card import model_card, pipeline_tag
+from .files import check_folder
 from .formats import Declared, Format, LayerSpec, declared_format, find_format
 from .shards import Shards, read_json, same_bits, some, write_json
 
@@ -77,6 +78,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory; give the directory that holds config.json")
+    check_folder(path)
     model_config = read_json(path / "config.json")
     values = _quantization_config(path, model_config)
     declared = find_format(declared_format(values, str(path))).read_config(values, str(path))
@@ -87,6 +89,8 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         name, _, suffix = full_name.rpartition(".")
         if suffix in layout.suffixes and name not in layers:
             layers[name] = layout.spec(name, tensors.below(name, (*layout.suffixes, "bias")), declared)
+            if f"{name}.weight" in tensors.where:
+                raise CheckpointError(f"{name} has a weight beside {full_name}; remove the one that is not meant")
     if not layers:
         raise CheckpointError(f"no tensor of {path} is quantized: none ends in .{layout.suffixes[0]}")
     known = {"path": path, "model_config": model_config, "quantization_config": values}

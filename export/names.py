@@ -69,6 +69,10 @@ class StoredNames:
         """Return the tensor of the model that works which is stored, as it is, under this name; None if none is."""
         return self._working.get(stored)
 
+    def known(self, stored: str) -> bool:
+        """Whether the model has a place for the stored tensor."""
+        return bool(self._parameters[stored]) or stored in self._working
+
     def _find(self, stored: str) -> None:
         found, pattern = rename_source_key(stored, self._renamings, self._converters, self._prefix, self._known)
         if found not in self._known and stored in self._known:

@@ -1,6 +1,6 @@
 """The safetensors files of a checkpoint directory as one set of named tensors, and how such files are written.
 
-Only safetensors files are ever opened: pickles can run code. Nothing outside the directory is followed.
+Only safetensors files are ever opened: pickles can run code.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .files import PICKLES, check_file
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 MAX_SHARD_BYTES = 4 << 30
+LONGEST_NAME = 500  # of a tensor: what becomes of names is found with regular expressions, which take time
 JOINED_BYTES = 64 << 20  # files are joined up to this, so that joining takes little memory
 
 
@@ -32,6 +33,12 @@ class Shards:
     """
 
     def __init__(self, where: Mapping[str, Path], handles: Mapping[Path, Any]) -> None:
+        for name, file in where.items():
+            if not (len(name) <= LONGEST_NAME and name.isascii() and name.isprintable()):
+                raise CheckpointError(
+                    f"{file} holds a tensor called {ascii(name)[:40]}...; names are up to {LONGEST_NAME} printable "
+                    "ASCII characters"
+                )
         self.where = dict(where)
         self._handles = handles
 
@@ -235,11 +242,13 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _open(file: Path) -> Any:
     try:
-        return safe_open(file, framework="pt")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing, though the index names it; fetch it") from error
+        return safe_open(check_file(file), framework="pt")
     except SafetensorError as error:
         raise CheckpointError(f"{file} is damaged or cut off ({error}); fetch it again") from error
+    except (OSError, MemoryError) as error:
+        raise CheckpointError(
+            f"{file} cannot be mapped into memory ({error}); free some, or raise its limit"
+        ) from error
 
 
 def some(names: Iterable[str], limit: int = 4) -> str:
@@ -250,10 +259,11 @@ def some(names: Iterable[str], limit: int = 4) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`; CheckpointError where there is none."""
+    content = check_file(path).read_bytes()
     try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing; fetch it, or give the directory that holds it") from error
+        values = json.loads(content.decode("utf-8-sig"))
+        if rb"\u" in content:  # perhaps half of a surrogate pair, which nobody could write again
+            json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}); fetch it again") from error
     if not isinstance(values, dict):

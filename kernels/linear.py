@@ -147,15 +147,15 @@ class CpuLinear(QuantLinear):
     summary: ClassVar[str] = "dequantizes each layer once and keeps the dense weight"
     device_type: ClassVar[str | None] = "cpu"
 
-    weight: Tensor
+    dense: Tensor
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(weight, bias, dtype)
-        self.register_buffer("weight", weight.dequantize(dtype))
+        self.register_buffer("dense", weight.dequantize(dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, (..., out) in the dtype of `x`, which is (..., in)."""
-        return functional.linear(x, self.weight, self.bias)
+        return functional.linear(x, self.dense, self.bias)
 
 
 class CpuInt4Linear(TorchLinear):

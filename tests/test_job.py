@@ -17,7 +17,6 @@ from gptqkit.job import work_path
 from support.jobs import (
     CASES,
     before_blocks,
-    broken,
     contents,
     die,
     file_operations,
@@ -25,7 +24,7 @@ from support.jobs import (
     quantize,
     too_little_memory,
 )
-from support.models import build, samples
+from support.models import build, overflowing, samples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -75,11 +74,13 @@ def test_a_job_stopped_anywhere_ends_in_the_same_files(
 
 def test_a_loaded_model_goes_on_after_its_last_block_and_counts_samples_left_out(tmp_path):
     text = samples(1).input_ids.clamp_(max=94).flatten()
-    quantize(broken(), "padded", tmp_path / "whole", evaluate_on=text)
+    quantize(overflowing("qwen2"), "padded", tmp_path / "whole", evaluate_on=text)
     with pytest.raises(Stop):
-        quantize(broken(), "padded", tmp_path / "out", evaluate_on=text, progress=at(1, stop, "evaluate"))
+        quantize(overflowing("qwen2"), "padded", tmp_path / "out", evaluate_on=text, progress=at(1, stop, "evaluate"))
     steps = []
-    result = quantize(broken(), "padded", tmp_path / "out", evaluate_on=text, resume=True, progress=steps.append)
+    result = quantize(
+        overflowing("qwen2"), "padded", tmp_path / "out", evaluate_on=text, resume=True, progress=steps.append
+    )
     assert {step.stage for step in steps} == {"evaluate"}  # every block had been kept
     assert result.report.excluded_samples == 1
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")

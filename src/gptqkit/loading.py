@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from .architecture import empty_model, explain, model_class, without_bars
+from .bounds import confined
 from .errors import CheckpointError, ConfigError
 from .export.checkpoint import Checkpoint, open_checkpoint
 from .export.names import StoredNames
@@ -60,11 +61,13 @@ def load(
     place = choose_device(device)
     checkpoint = open_checkpoint(path)
     with explain(path):
-        config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config  # else transformers would put its own quantizer in charge
-        wanted = _choose_dtype(dtype, config.dtype or torch.float16, place)
-        empty = EmptyModel(empty_model(config, wanted))
+        with confined(path, checkpoint.tensors):
+            config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+            if hasattr(config, "quantization_config"):
+                del config.quantization_config  # else transformers would put its own quantizer in charge
+            wanted = _choose_dtype(dtype, config.dtype or torch.float16, place)
+            built = empty_model(config, wanted)
+        empty = EmptyModel(built)
     install(empty, checkpoint, device=place, dtype=wanted, backend=backend)
     model: Any = empty.model
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
@@ -150,12 +153,16 @@ def _bias(name: str, bias: Tensor | None, owner: Any) -> Tensor | None:
 def _others(empty: EmptyModel, checkpoint: Checkpoint, names: StoredNames) -> list[str]:
     """Return the stored tensors that go into the model as they are; refuse what it has no place for."""
     meta = checkpoint.quantization_config.get("meta")
-    allowed = {name for name, _ in empty.model.named_buffers()}
-    allowed |= set(meta.get("passthrough_tensors", ()) if isinstance(meta, dict) else ())
+    allowed = {name for name, _ in empty.stacked.named_buffers()}
+    passed = meta.get("passthrough_tensors") if isinstance(meta, dict) else None
+    allowed |= {name for name in passed if isinstance(name, str)} if isinstance(passed, list) else set()
     ignored = re.compile("|".join([*_STALE, *(empty.stacked._keys_to_ignore_on_load_unexpected or ())]))
+    quantized = {names.working(f"{name}.weight") for name in checkpoint.layers}
     chosen, unexpected = [], []
     for name in checkpoint.other_names:
-        if names.parameters(name) or names.working(name) is not None:
+        if names.working(name) in quantized:
+            raise CheckpointError(f"{name} is the weight of a layer that is quantized, too; remove one of them")
+        if names.known(name):
             chosen.append(name)
         elif name not in allowed and not ignored.search(name):
             unexpected.append(name)
@@ -185,7 +192,7 @@ def load_float(
         ConfigError: A device or dtype that cannot be.
     """
     place = choose_device(device)
-    with explain(path_or_id), without_bars():
+    with explain(path_or_id), without_bars(), confined(path_or_id):
         config = AutoConfig.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
         if hasattr(config, "quantization_config"):
             raise CheckpointError(f"{path_or_id} is quantized; give its directory to gptqkit.load")
@@ -239,4 +246,6 @@ def load_tokenizer(path_or_id: Path | str, *, trust_remote_code: bool) -> Any | 
     path = Path(path_or_id)
     if path.is_dir() and not any(file.name.startswith(_TOKENIZER_FILES) for file in path.iterdir()):
         return None
-    return AutoTokenizer.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
+    return AutoTokenizer.from_pretrained(
+        path_or_id, trust_remote_code=trust_remote_code, local_files_only=path.is_dir()
+    )
