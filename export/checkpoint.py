@@ -48,6 +48,12 @@ class Checkpoint:
     tensors: Shards = field(repr=False)
 
     @property
+    def float_names(self) -> list[str]:
+        """What its tensors would be called if none were quantized."""
+        biases = [f"{name}.bias" for name in self.layers if f"{name}.bias" in self.tensors.where]
+        return [*(f"{name}.weight" for name in self.layers), *biases, *self.other_names]
+
+    @property
     def format(self) -> Format:
         """The format that it is in."""
         return find_format(self.declared.format)

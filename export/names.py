@@ -79,8 +79,11 @@ class StoredNames:
             found, pattern = stored, None
         self._parameters[stored] = [found] if found in self._known else []
         if found not in self._known:
-            if stored in self._names:
-                self._working[stored] = stored
+            own = next(
+                (name for name in (stored, stored.removeprefix(f"{self._prefix}.")) if name in self._names), None
+            )
+            if own is not None:
+                self._working[stored] = own
         elif pattern is None:
             if found in self._names:
                 self._working[stored] = found

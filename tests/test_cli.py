@@ -23,7 +23,7 @@ COMMANDS = {
     gptqkit.QuantizeConfig: ("quantize model out", "plan model"),
     gptqkit.Calibration: ("quantize model out --calibration a.txt", "plan model"),
     Run: ("quantize model out", "plan model"),
-    gptqkit.Evaluation: ("evaluate model --dataset a.txt",),
+    gptqkit.Evaluation: ("evaluate model --dataset a.txt", "compare model --dataset a.txt"),
 }
 QUANTIZE = ["quantize", "model", "out"]
 
@@ -64,7 +64,7 @@ def settings(monkeypatch):
             found.update({type(value): value for value in (*args, *options.values())})
             raise GptqkitError("that is enough")
 
-        for name in ("quantize", "plan", "evaluate"):
+        for name in ("quantize", "plan", "evaluate", "compare"):
             monkeypatch.setattr(gptqkit, name, function)
         assert cli.main(words) == 1
         return found
@@ -130,7 +130,7 @@ def test_settings_that_are_typed_in_a_form_of_their_own(settings):
         "inspect folder --js",
         "quantize model out --desc-act --act-group-aware",
         "quantize model out --calibration a.txt --samples 0",
-        "quantize model out --max-shard-bytes 8GB",
+        "quantize model out --max-shard-bytes 8XB",
         "quantize model out --override bits=4",
         "quantize model out --override down_proj:",
         "quantize model out --override down_proj:skip=1",
@@ -138,6 +138,9 @@ def test_settings_that_are_typed_in_a_form_of_their_own(settings):
         "quantize model out --skip (",
         "plan model --activations nowhere",
         "evaluate model",
+        "compare model",
+        "compare --dataset a.txt",
+        "report",
         "convert in out --format no-format",
     ],
 )
@@ -238,14 +241,14 @@ def test_scores_as_text_and_as_json(behave, capsys):
 def test_help_loads_nothing_heavy_and_reads_as_it_is_typed():
     script = (
         "import sys, gptqkit.cli as cli\n"
-        "for command in ([], ['quantize'], ['plan'], ['evaluate'], ['inspect'], ['convert']):\n"
-        "    try: cli.main([*command, '--help'])\n"
+        "for command in ('', 'quantize', 'plan', 'evaluate', 'compare', 'report', 'inspect', 'convert'):\n"
+        "    try: cli.main([*command.split(), '--help'])\n"
         "    except SystemExit as stopped: assert stopped.code == 0\n"
         "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)), file=sys.stderr)\n"
     )
     done = run([sys.executable, "-c", script])
     assert done.stderr == "[]\n"
-    assert done.stdout.count("exit codes:") == 6
+    assert done.stdout.count("exit codes:") == 8
     assert "`" not in done.stdout
     text = " ".join(done.stdout.split())
     assert re.search(r"--max-shard-bytes SIZE .* \(default: 4GiB\)", text)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .integration import enter_quantizer
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .api import QuantizeResult as QuantizeResult
     from .api import quantize as quantize
     from .calibration.config import Calibration as Calibration
+    from .comparing import Comparison as Comparison
+    from .comparing import compare as compare
     from .errors import ArchitectureError as ArchitectureError
     from .errors import BackendError as BackendError
     from .errors import CalibrationError as CalibrationError
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
     from .loading import load as load
     from .memory import MemoryEstimate as MemoryEstimate
     from .memory import plan as plan
+    from .page import report_html as report_html
+    from .page import report_png as report_png
     from .progress import Progress as Progress
     from .quantizer.config import ModuleOverride as ModuleOverride
     from .quantizer.config import QuantizeConfig as QuantizeConfig
@@ -53,6 +58,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "api": "QuantizeResult quantize",
     "calibration.config": "Calibration",
+    "comparing": "Comparison compare",
     "errors": "ArchitectureError BackendError CalibrationError CheckpointError ConfigError ConversionError "
     "DatasetUnavailableError DoesNotFitError GptqkitError NonFiniteError OutputExistsError RankError ResumeError "
     "ShapeError SingularHessianError",
@@ -65,6 +71,7 @@ _HOMES = {
     "export.inspect": "CheckpointSummary inspect",
     "loading": "load",
     "memory": "MemoryEstimate plan",
+    "page": "report_html report_png",
     "progress": "Progress",
     "quantizer.config": "ModuleOverride QuantizeConfig",
     "quantizer.quantized": "QuantizedWeight",
@@ -80,3 +87,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
+
+
+enter_quantizer()

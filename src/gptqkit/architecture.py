@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.utils import logging as transformers_logging
 
@@ -29,17 +29,37 @@ def model_class(config: PretrainedConfig, *, trust_remote_code: bool = False) ->
     return AutoModelForCausalLM
 
 
-def empty_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
+def read_config(path: Path | str) -> Any:
+    """Return the configuration of the model in a checkpoint, as if it were not quantized.
+
+    What it says of quantization would put transformers' quantizers in charge.
+    """
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def empty_model(
+    config: PretrainedConfig, dtype: torch.dtype, *, kind: Any = None, trust_remote_code: bool = False
+) -> Any:
     """Return the model of `config` in evaluation mode, parameters on the meta device; buffers have their first values.
 
     No memory is taken for weights, not even in passing: the stacked experts of one block can be larger than RAM.
+
+    `kind` is the class; None for that of `model_class`.
     """
-    kind = model_class(config, trust_remote_code=trust_remote_code)
+    kind = kind or model_class(config, trust_remote_code=trust_remote_code)
     with torch.device("meta"), meta_device_safe_creation_ops():
         if kind is AutoModelForCausalLM:
             model = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         else:
             model = kind._from_config(config, dtype=dtype)
+    return initialize_buffers(model).eval().requires_grad_(False)
+
+
+def initialize_buffers(model: Any) -> Any:
+    """Give the buffers of a model on the meta device their first values; its parameters stay as they are."""
     # As transformers does after it has loaded a model: buffers such as inv_freq are in no file.
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
@@ -48,7 +68,7 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_co
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
     model.initialize_weights()
-    return model.eval().requires_grad_(False)
+    return model
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The `gptqkit` command: quantize, plan, evaluate, inspect and convert from the shell.
+"""The `gptqkit` command: quantize, plan, evaluate, compare, report, inspect and convert from the shell.
 
 Options are made from the fields of the dataclasses that hold the settings: their types, defaults and docstrings.
 Everything heavy is imported inside the commands, so that help and usage errors answer at once.
@@ -22,13 +22,20 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 from .calibration.config import Calibration
-from .display import ProgressDisplay, checkpoint_summary, key_values, plan_summary, quantization_summary
+from .display import (
+    ProgressDisplay,
+    checkpoint_summary,
+    comparison_table,
+    key_values,
+    plan_summary,
+    quantization_summary,
+)
 from .errors import AbandonedError, ConfigError, GptqkitError
 from .evaluation.config import Evaluation
 from .export.formats import FORMATS
 from .quantizer.config import ModuleOverride, QuantizeConfig
 from .run import Run
-from .units import size_text
+from .units import parse_size, size_text
 from .version import __version__
 
 T = TypeVar("T")
@@ -98,6 +105,25 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--reference", metavar="MODEL", help=REFERENCE)
     evaluate.add_argument("--json", action="store_true", help="print JSON")
     _add_fields(evaluate, Evaluation)
+
+    compare = _add_command(commands, _compare, "measure several checkpoints of one model, and show them side by side")
+    compare.add_argument("checkpoints", metavar="CHECKPOINT", nargs="+", help="folders of quantized models")
+    compare.add_argument("--dataset", required=True, metavar="SOURCE", help=f"text to measure on: {SOURCES}")
+    compare.add_argument("--reference", metavar="MODEL", help="the float model to compare them with; it is loaded once")
+    compare.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
+    _add_fields(compare, Evaluation)
+
+    report = _add_command(commands, _report, "draw a checkpoint's quantization report as a page for a browser")
+    report.add_argument("checkpoint", metavar="OUT", type=Path, help="folder that holds quantization_report.json")
+    report.add_argument(
+        "--html",
+        metavar="FILE",
+        type=Path,
+        help="page to write or replace (default: quantization_report.html in OUT); it needs no network and no script",
+    )
+    report.add_argument(
+        "--png", metavar="FILE", type=Path, help="also write the heat map of errors as an image, for a model card"
+    )
 
     look = _add_command(commands, _inspect, "show a checkpoint's format, bits and sizes, and which programs load it")
     look.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder of a quantized model")
@@ -248,6 +274,39 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     print(json.dumps(answer, indent=2) if arguments.json else key_values(answer))
 
 
+def _compare(arguments: argparse.Namespace) -> None:
+    config, reference = _from(arguments, Evaluation), arguments.reference
+    _quieten_libraries(arguments.verbose)
+    import gptqkit
+
+    with closing(ProgressDisplay()) as progress:
+        found = gptqkit.compare(
+            arguments.checkpoints, arguments.dataset, config, reference=reference, progress=progress
+        )
+    rows = [each.to_dict() for each in found]
+    if arguments.json:
+        print(json.dumps({"dataset": arguments.dataset, "reference": reference, "checkpoints": rows}, indent=2))
+        return
+    if reference is not None:
+        size = sum(file.stat().st_size for file in Path(reference).glob("*.safetensors")) or None
+        rows.insert(0, {"checkpoint": reference, "size": size, "perplexity": rows[0].get("reference_perplexity")})
+    print(comparison_table(rows))
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    import gptqkit
+
+    page, beside = gptqkit.report_html(arguments.checkpoint), arguments.checkpoint / "quantization_report.html"
+    if arguments.html is None:
+        beside.unlink(missing_ok=True)  # a link that came with a downloaded checkpoint is not followed
+    files = {arguments.html or beside: page.encode()}
+    if arguments.png is not None:
+        files[arguments.png] = gptqkit.report_png(arguments.checkpoint)
+    for file, data in files.items():
+        file.write_bytes(data)
+        print(f"written to {file}")
+
+
 def _inspect(arguments: argparse.Namespace) -> None:
     import gptqkit
 
@@ -280,11 +339,11 @@ def _config(arguments: argparse.Namespace) -> QuantizeConfig:
 
 
 def _size(text: str) -> int:
-    """Return the bytes in `8GiB`, `500 MiB` or a plain number."""
-    match = re.fullmatch(r"(\d+) ?(|KiB|MiB|GiB|TiB)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give one such as 8GiB or 500MiB")
-    return int(match[1]) << (10 * ("", "KiB", "MiB", "GiB", "TiB").index(match[2]))
+    """Return the bytes that a size stands for."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _override(text: str) -> tuple[str, ModuleOverride]:

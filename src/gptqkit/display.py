@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -157,6 +157,28 @@ def plan_summary(plan: Mapping[str, Any]) -> str:
         available = "not known" if need["available"] is None else size_text(need["available"])
         shown[name] = {**parts, "total": size_text(need["total"]), "available": available}
     return key_values(shown)
+
+
+def comparison_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows of measurements (`Comparison.to_dict()`) as a table; what no row has is left out.
+
+    >>> print(comparison_table([{"checkpoint": "a", "size": 2048, "perplexity": 40.5}, {"checkpoint": "bb"}]))
+    checkpoint       size   perplexity
+    a            2.00 KiB         40.5
+    bb                  -            -
+    """
+    measured = ("perplexity", "kl_divergence", "top1_agreement", "cosine", "lowest_cosine", "rank_agreement")
+    keys = ["size", "bits_per_weight", *measured]
+    keys = ["checkpoint", *(key for key in keys if any(row.get(key) is not None for row in rows))]
+    lines = [[key.replace("_", " ") for key in keys]]
+    for row in rows:
+        shown = {**row, "size": None if row.get("size") is None else size_text(row["size"])}
+        lines.append(["-" if shown.get(key) is None else _text(shown[key]) for key in keys])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        f"{name:{widths[0]}}" + "".join(f"   {text:>{width}}" for text, width in zip(texts, widths[1:], strict=True))
+        for name, *texts in lines
+    )
 
 
 def _lines(values: Mapping[str, Any], depth: int) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from .architecture import empty_model, explain, model_class, without_bars
+from .architecture import empty_model, explain, model_class, read_config, without_bars
 from .bounds import confined
 from .errors import CheckpointError, ConfigError
 from .export.checkpoint import Checkpoint, open_checkpoint
@@ -20,6 +20,7 @@ from .export.shards import read_json, some
 from .kernels.backends import check_backend
 from .kernels.linear import make_linear, summarize
 from .model import EmptyModel
+from .saving import Saver
 from .targets import is_matrix, matrix
 
 _LOG = logging.getLogger("gptqkit")
@@ -41,7 +42,8 @@ def load(
 
     Every quantized module is a `QuantLinear`; float weights are never made for them first. No code from the checkpoint
     is executed. The model has two attributes beside its own: `gptqkit_backend`, a `BackendChoice` (also logged to
-    "gptqkit" at INFO), and `gptqkit_quantization_config`, the checkpoint's quantization config.
+    "gptqkit" at INFO), and `gptqkit_quantization_config`, the checkpoint's quantization config. Its `save_pretrained`
+    writes the checkpoint again, codes and scales to the bit, or refuses.
 
     Args:
         path: A directory that gptqkit, GPTQModel, AutoGPTQ or optimum wrote, in one of `FORMATS`.
@@ -62,26 +64,37 @@ def load(
     checkpoint = open_checkpoint(path)
     with explain(path):
         with confined(path, checkpoint.tensors):
-            config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
-            if hasattr(config, "quantization_config"):
-                del config.quantization_config  # else transformers would put its own quantizer in charge
+            config = read_config(checkpoint.path)
             wanted = _choose_dtype(dtype, config.dtype or torch.float16, place)
             built = empty_model(config, wanted)
         empty = EmptyModel(built)
     install(empty, checkpoint, device=place, dtype=wanted, backend=backend)
-    model: Any = empty.model
-    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if missing:
-        raise CheckpointError(f"{checkpoint.path} lacks {some(missing)}; fetch its files again")
-    model.to(place).eval().requires_grad_(False)
+    model = ready(empty, checkpoint, place)
+    model.save_pretrained = Saver(model, checkpoint.path)
     with explain(path):
         if (checkpoint.path / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
         tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=False)
+    return model, tokenizer
+
+
+def ready(empty: EmptyModel, checkpoint: Checkpoint, device: torch.device) -> Any:
+    """Return the model that works, once all of a checkpoint was put into it, and log which backend runs it.
+
+    Raises:
+        CheckpointError: Weights are missing.
+    """
+    model: Any = empty.model
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.path} lacks {some(missing)}, which {type(model).__name__} has; fetch its files again"
+        )
+    model.to(device).eval().requires_grad_(False)
     choice = model.gptqkit_backend = summarize(model)
     model.gptqkit_quantization_config = checkpoint.quantization_config
     _LOG.log(logging.WARNING if choice.fallback else logging.INFO, "backend %s", choice)
-    return model, tokenizer
+    return model
 
 
 def install(
@@ -92,25 +105,32 @@ def install(
     dtype: torch.dtype,
     backend: str,
     cast: bool = False,
+    whole: bool = True,
 ) -> None:
     """Put all tensors of a checkpoint, or of a part of one, into a model.
 
     `device` and `dtype` are those of activations; weights that are not quantized keep the dtype of the empty model,
-    unless `cast`.
+    unless `cast`. With `whole`, a checkpoint that holds more than the model has is refused.
 
     Raises:
         CheckpointError: Tensors that do not fit the model.
         BackendError: `backend` cannot serve a layer.
     """
-    biases = [f"{name}.bias" for name in checkpoint.layers if f"{name}.bias" in checkpoint.tensors.where]
-    quantized = [f"{name}.weight" for name in checkpoint.layers]
-    names = StoredNames(empty.stacked, empty.names, [*quantized, *biases, *checkpoint.other_names])
+    names = StoredNames(empty.stacked, empty.names, checkpoint.float_names)
+    places = {names.working(f"{name}.weight") for name in checkpoint.layers} - {None}
+    twice = [name for name in checkpoint.other_names if names.working(name) in places]
+    if twice:
+        raise CheckpointError(f"{some(twice)}: the layer is quantized, too; remove the one that is not meant")
     for name in checkpoint.layers:
-        path = _place(empty, checkpoint, names, name)
-        bias = _bias(name, checkpoint.bias(name), empty.model.get_submodule(path))
-        layer = make_linear(checkpoint.weight(name).to(device), bias, dtype, name=path, backend=backend)
-        empty.model.set_submodule(path, layer)
-    empty.fill(checkpoint.tensors, names, _others(empty, checkpoint, names), device, dtype if cast else None)
+        if whole or names.known(f"{name}.weight"):
+            path = _place(empty, checkpoint, names, name)
+            bias = _bias(name, checkpoint.bias(name), empty.model.get_submodule(path))
+            layer = make_linear(checkpoint.weight(name).to(device), bias, dtype, name=path, backend=backend)
+            empty.model.set_submodule(path, layer)
+    if whole:
+        _check_rest(empty, checkpoint, names)
+    others = [name for name in checkpoint.other_names if names.known(name)]
+    empty.fill(checkpoint.tensors, names, others, device, dtype if cast else None)
 
 
 def _place(empty: EmptyModel, checkpoint: Checkpoint, names: StoredNames, name: str) -> str:
@@ -150,28 +170,20 @@ def _bias(name: str, bias: Tensor | None, owner: Any) -> Tensor | None:
     return bias
 
 
-def _others(empty: EmptyModel, checkpoint: Checkpoint, names: StoredNames) -> list[str]:
-    """Return the stored tensors that go into the model as they are; refuse what it has no place for."""
+def _check_rest(empty: EmptyModel, checkpoint: Checkpoint, names: StoredNames) -> None:
+    """Refuse stored tensors that the model has no place for."""
     meta = checkpoint.quantization_config.get("meta")
     allowed = {name for name, _ in empty.stacked.named_buffers()}
     passed = meta.get("passthrough_tensors") if isinstance(meta, dict) else None
     allowed |= {name for name in passed if isinstance(name, str)} if isinstance(passed, list) else set()
     ignored = re.compile("|".join([*_STALE, *(empty.stacked._keys_to_ignore_on_load_unexpected or ())]))
-    quantized = {names.working(f"{name}.weight") for name in checkpoint.layers}
-    chosen, unexpected = [], []
-    for name in checkpoint.other_names:
-        if names.working(name) in quantized:
-            raise CheckpointError(f"{name} is the weight of a layer that is quantized, too; remove one of them")
-        if names.known(name):
-            chosen.append(name)
-        elif name not in allowed and not ignored.search(name):
-            unexpected.append(name)
+    rest = [name for name in checkpoint.other_names if not names.known(name)]
+    unexpected = [name for name in rest if name not in allowed and not ignored.search(name)]
     if unexpected:
         raise CheckpointError(
             f"{some(unexpected)}: no place for them in {type(empty.model).__name__}; config.json describes another "
             "model"
         )
-    return chosen
 
 
 def load_float(

@@ -1,6 +1,8 @@
-"""Bytes as people read them."""
+"""Bytes as people read and write them."""
 
 from __future__ import annotations
+
+import re
 
 
 def size_text(size: int) -> str:
@@ -15,3 +17,18 @@ def size_text(size: int) -> str:
     if units[0] == "B":
         return f"{size} B"
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {units[0]}"
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes in `8GiB`, `5GB`, `500 MiB` or a plain number.
+
+    >>> parse_size("8GiB"), parse_size("5GB"), parse_size("500 MiB"), parse_size("4096")
+    (8589934592, 5000000000, 524288000, 4096)
+
+    Raises:
+        ValueError: It is no size.
+    """
+    match = re.fullmatch(r"(\d+) ?([KMGT]?)(i?)B?", text)
+    if match is None or (match[3] and not match[2]):
+        raise ValueError(f"{text!r} is no size; give one such as 8GiB or 500MiB")
+    return int(match[1]) * int((1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))

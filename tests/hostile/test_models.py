@@ -134,7 +134,7 @@ def test_quantized_tensors_where_no_linear_is_and_notes_of_a_wrong_type(checkpoi
         gptqkit.load(checkpoint)
 
 
-def test_a_weight_beside_a_quantized_one_is_refused(checkpoint, tmp_path):
+def test_a_weight_beside_a_quantized_one_is_refused(checkpoint):
     change(checkpoint, {"model.layers.0.mlp.up_proj.weight": torch.zeros(96, 64)})
     for attempt in (gptqkit.load, gptqkit.inspect):
         with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj has a weight beside"):

@@ -1,0 +1,104 @@
+"""Several checkpoints of one model side by side: what they cost and what is left of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError
+from .evaluating import evaluate
+from .evaluation.compare import Scores
+from .evaluation.config import Evaluation
+from .evaluation.embeddings import EmbeddingScores
+from .export.inspect import inspect
+from .export.shards import read_json
+from .loading import load_float
+from .progress import ProgressCallback, silent
+
+_SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "n_embd", "n_layer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One of several checkpoints.
+
+    Attributes:
+        checkpoint: Its directory.
+        size: Bytes of all its tensors.
+        bits_per_weight: Of the quantized layers, their groups included.
+        scores: What was measured, as of `evaluate`.
+    """
+
+    checkpoint: Path
+    size: int
+    bits_per_weight: float
+    scores: Scores | EmbeddingScores
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, all on one level."""
+        own = {"checkpoint": str(self.checkpoint), "size": self.size, "bits_per_weight": self.bits_per_weight}
+        return {**own, **self.scores.to_dict()}
+
+
+def compare(
+    checkpoints: Sequence[str | Path],
+    dataset: Any,
+    config: Evaluation | None = None,
+    *,
+    reference: Any | None = None,
+    progress: ProgressCallback = silent,
+) -> list[Comparison]:
+    """Measure several checkpoints of one model on `dataset`, one after another, the float model being loaded once.
+
+    Args:
+        checkpoints: Directories of quantized checkpoints.
+        dataset: As for `evaluate`.
+        config: All settings of the evaluation; None for the defaults.
+        reference: The float model to compare with, as a directory, Hub id or loaded model. Encoders need one.
+        progress: Called after every batch; every checkpoint is a stage.
+
+    Raises:
+        ConfigError: The checkpoints are of several models, or settings that cannot be.
+        GptqkitError: As `evaluate` and `inspect`.
+    """
+    config = config or Evaluation()
+    paths = [Path(path) for path in checkpoints]
+    if not paths:
+        raise ConfigError("there is no checkpoint to compare; give at least one")
+    summaries = [inspect(path) for path in paths]
+    shapes = [(str(path), read_json(path / "config.json")) for path in paths]
+    _check_same_model(shapes)
+    if isinstance(reference, (str, Path)):
+        name, code = str(reference), config.trust_remote_code
+        reference, _ = load_float(reference, device=config.device, dtype=config.dtype, trust_remote_code=code)
+        _check_same_model([*shapes, (name, reference.config.to_dict())])
+    return [
+        Comparison(
+            checkpoint=path,
+            size=summary.packed_bytes + summary.other_bytes,
+            bits_per_weight=summary.bits_per_weight,
+            scores=evaluate(path, dataset, config, reference=reference, progress=_named(path, progress)),
+        )
+        for path, summary in zip(paths, summaries, strict=True)
+    ]
+
+
+def _named(path: Path, progress: ProgressCallback) -> ProgressCallback:
+    """Let every checkpoint be a stage of its own, which begins anew."""
+    return lambda step: progress(dataclasses.replace(step, stage=f"evaluate {path.name}"))
+
+
+def _check_same_model(shapes: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Refuse configs of models that are not one: what is measured of them would not compare."""
+    inner = [(name, config.get("text_config"), config) for name, config in shapes]
+    (first, one), *others = [(name, text if isinstance(text, dict) else config) for name, text, config in inner]
+    for name, other in others:
+        for key in _SHAPE:
+            if key in one and key in other and one[key] != other[key]:
+                raise ConfigError(
+                    f"{first} and {name} are not of one model: their {key} is {one[key]!r} and {other[key]!r}; compare "
+                    "checkpoints of one model"
+                )
