@@ -5,6 +5,7 @@ Only safetensors files are ever opened: pickles can run code.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -269,6 +270,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} holds a JSON {type(values).__name__}, not an object; fetch it again")
     return cast(dict[str, Any], values)
+
+
+def digest(file: Path) -> str:
+    """Return the SHA-256 of a file."""
+    found = hashlib.sha256()
+    with file.open("rb") as stream:
+        while piece := stream.read(1 << 20):
+            found.update(piece)
+    return found.hexdigest()
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
