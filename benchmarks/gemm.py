@@ -2,30 +2,36 @@
 
     python benchmarks/gemm.py [--out benchmarks/results] [--bits 4] [--rows 1 16] [--shapes 4096x4096] [--seconds 300]
 
-Every time is one of CUDA-graph replays over operands that rotate past the L2 cache. Columns: microseconds (bytes per
-second of weight, x and y as a share of what a copy within the GPU's memory moves; speed-up over the dense product of
-the same dtype by cuBLAS). "tinygemm" is torch's own int4 kernel, which computes in bfloat16 only. Writes gemm.json and,
-where matplotlib is installed, gemm.png.
+Every time is one of CUDA-graph replays over operands that rotate past the L2 cache. Columns: microseconds of the path
+that the library chooses (bytes per second of weight, x and y as a share of what a copy within the GPU's memory moves;
+speed-up over the dense product of the same dtype by cuBLAS); the file has both paths' times. Before it is timed, every
+product is compared with that of the dequantized weight, at every split up to eight; a wrong one ends the program.
+"tinygemm" is torch's own int4 kernel, which computes in bfloat16 only. Writes gemm.json after every column and, where
+matplotlib is installed, gemm.png.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
-import json
 import time
 from pathlib import Path
 
 import torch
-from layers import random_operands
-from timing import clone_tensors, copies_past_cache, copy_bandwidth, describe, find_gpu, graph_time
+from layers import random_operands, shape_of
+from timing import clone_tensors, copies_past_cache, copy_bandwidth, describe, find_gpu, graph_time, write
+from torch.nn import functional
 
-from gptqkit.kernels.ops import launcher_for
+from gptqkit.kernels.ops import BITS, Launcher, launcher_for
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-SHAPES = ("4096x4096", "8192x28672", "28672x8192", "4096x14336")  # out x in
+SHAPES = ("8192x28672", "4096x4096", "4096x14336", "1024x4096")  # out x in
+SPLITS = (None, *range(9))  # the library's choice, the dense path, one to eight blocks
+LARGEST_ERROR = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # of a product, relative: four roundings of the dtype
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 TINYGEMM = "tinygemm"
+LONGEST_FUSED = 512  # rows of x: beyond them the dense path is faster by far
 
 
 def size_of(tensors: tuple[torch.Tensor, ...]) -> int:
@@ -38,35 +44,56 @@ def rotate(tensors: tuple[torch.Tensor, ...], device: torch.device) -> list[tupl
     return [tensors, *(clone_tensors(tensors) for _ in range(copies_past_cache(size_of(tensors), device) - 1))]
 
 
-def measure(weights: list[tuple[torch.Tensor, ...]], product, shape, dtype, rows, device) -> dict:
-    """Seconds per number of rows of x, and the bytes that one product has to move."""
-    outputs, inputs = shape
-    results = {}
-    for count in rows:
-        x = torch.randn(count, inputs, device=device, dtype=dtype)
-        seconds = graph_time(lambda weight, x=x: product(x, *weight), weights)
-        moved = size_of(weights[0]) + x.element_size() * count * (inputs + outputs)
-        results[count] = {"seconds": seconds, "bytes": moved}
-    return results
+def time_of(product, weights: list[tuple[torch.Tensor, ...]], x: torch.Tensor, outputs: int) -> dict:
+    """Seconds of one product, and the bytes that it has to move."""
+    moved = size_of(weights[0]) + x.element_size() * x.shape[0] * (x.shape[1] + outputs)
+    return {"seconds": graph_time(lambda weight: product(x, *weight), weights), "bytes": moved}
 
 
 def measure_dense(shape, dtype, rows, device) -> dict:
     """The product with a dense weight, by cuBLAS."""
-    weight = (torch.randn(shape, device=device, dtype=dtype),)
-    return measure(rotate(weight, device), torch.nn.functional.linear, shape, dtype, rows, device)
+    weights = rotate((torch.randn(shape, device=device, dtype=dtype),), device)
+    inputs = [torch.randn(count, shape[1], device=device, dtype=dtype) for count in rows]
+    return {len(x): time_of(functional.linear, weights, x, shape[0]) for x in inputs}
 
 
 def measure_packed(shape, dtype, rows, device, bits, group_size) -> dict:
-    """The product with a packed weight, on the path that the library chooses."""
-    *tensors, bias, bits, group_size, outputs = random_operands(*shape, bits=bits, group_size=group_size, device=device)
-
-    def product(x: torch.Tensor, *weight: torch.Tensor) -> torch.Tensor:
-        return torch.ops.gptqkit.linear(x, *weight, bias, bits, group_size, outputs)
-
-    results = measure(rotate(tuple(tensors), device), product, shape, dtype, rows, device)
-    for count, result in results.items():
-        result["path"] = "fused" if launcher_for(device).choose_split(bits, count, *shape) else "dense"
+    """The product with a packed weight, on both paths and at every split."""
+    operands = random_operands(*shape, bits=bits, group_size=group_size, device=device)
+    *tensors, bias, bits, group_size, outputs = operands
+    sizes = (bits, group_size, outputs)
+    launcher, shape_of_layer = launcher_for(device), shape_of(operands, shape[1], dtype)
+    weights = rotate(tuple(tensors), device)
+    dense = torch.ops.gptqkit.dequantize(*tensors, *sizes, shape[1], dtype)
+    results = {}
+    for count in rows:
+        x = torch.randn(count, shape[1], device=device, dtype=dtype)
+        expected = functional.linear(x, dense).float()
+        for split in SPLITS if count <= LONGEST_FUSED else SPLITS[:2]:
+            error = torch.ops.gptqkit.linear(x, *tensors, bias, *sizes, split).float().sub_(expected).norm()
+            if not error <= LARGEST_ERROR[dtype] * expected.norm():
+                raise SystemExit(f"wrong: {shape}, {bits} bits, {dtype}, {count} rows, split {split}: {error}")
+        chosen = launcher.plan(shape_of_layer, count).split
+        fused = chosen or unlimited(launcher).plan(shape_of_layer, count).split
+        paths = {"fused": fused, "dense": 0} if count <= LONGEST_FUSED else {"dense": 0}
+        times = {}
+        for path, split in paths.items():
+            times[path] = time_of(
+                lambda x, *weight, split=split: torch.ops.gptqkit.linear(x, *weight, bias, *sizes, split),
+                weights,
+                x,
+                outputs,
+            )
+        path = "fused" if chosen else "dense"
+        seconds = {f"{name}_seconds": result["seconds"] for name, result in times.items()}
+        results[count] = {**times[path], **seconds, "path": path, "split": fused}
     return results
+
+
+def unlimited(launcher: Launcher) -> Launcher:
+    """The launcher, always on the fused path."""
+    tuning = dataclasses.replace(launcher.tuning, crossover=dict.fromkeys(BITS, 1 << 30))
+    return Launcher(launcher.library, launcher.device, tuning, launcher.properties)
 
 
 def measure_tinygemm(shape, rows, device, group_size) -> dict:
@@ -75,11 +102,13 @@ def measure_tinygemm(shape, rows, device, group_size) -> dict:
     words = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=device)
     packed = torch.ops.aten._convert_weight_to_int4pack(words, 8)
     grid = torch.rand(inputs // group_size, outputs, 2, dtype=torch.bfloat16, device=device) * inputs**-0.5
+    weights = rotate((packed, grid), device)
 
     def product(x: torch.Tensor, packed: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
         return torch.ops.aten._weight_int4pack_mm(x, packed, group_size, grid)
 
-    return measure(rotate((packed, grid), device), product, shape, torch.bfloat16, rows, device)
+    activations = [torch.randn(count, inputs, device=device, dtype=torch.bfloat16) for count in rows]
+    return {len(x): time_of(product, weights, x, outputs) for x in activations}
 
 
 def print_table(title: str, columns: dict[str, dict], copy: float) -> None:
@@ -131,7 +160,7 @@ def plot(report: dict, path: Path) -> None:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bits", type=int, nargs="+", default=(2, 3, 4, 8))
+    parser.add_argument("--bits", type=int, nargs="+", default=(4, 2, 3, 8))
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="of x")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="OUTxIN")
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=tuple(DTYPES))
@@ -144,20 +173,20 @@ def main() -> None:
     copy = copy_bandwidth(device)
     report = {**describe(device), "copy_bytes_per_second": copy, "group_size": arguments.group_size, "tables": []}
     print(f"{report['device']}, torch {report['torch']}, a copy moves {copy / 1e12:.2f} TB/s")
-    arguments.out.mkdir(parents=True, exist_ok=True)
     for dtype_name, shape_name in itertools.product(arguments.dtypes, arguments.shapes):
         if time.monotonic() - start > arguments.seconds:
             print(f"\nout of time: {shape_name} {dtype_name} and what follows is not measured")
             break
         shape, dtype = tuple(map(int, shape_name.split("x"))), DTYPES[dtype_name]
         columns = {"cuBLAS": measure_dense(shape, dtype, arguments.rows, device)}
+        report["tables"].append({"shape": shape_name, "dtype": dtype_name, "columns": columns})
         for bits in arguments.bits:
             columns[f"{bits} bits"] = measure_packed(shape, dtype, arguments.rows, device, bits, arguments.group_size)
+            write(report, arguments.out / "gemm.json")  # a late failure loses nothing
         if dtype == torch.bfloat16 and 4 in arguments.bits:
             columns[TINYGEMM] = measure_tinygemm(shape, arguments.rows, device, arguments.group_size)
         print_table(f"{shape_name} (out x in), {dtype_name}", columns, copy)
-        report["tables"].append({"shape": shape_name, "dtype": dtype_name, "columns": columns})
-        (arguments.out / "gemm.json").write_text(json.dumps(report, indent=1) + "\n")  # a late failure loses nothing
+        write(report, arguments.out / "gemm.json")
     plot(report, arguments.out / "gemm.png")
 
 

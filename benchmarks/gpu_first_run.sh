@@ -1,103 +1,121 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show, in one command and under 9 minutes, from the root of the repository or anywhere:
+# Everything that only a GPU can show, from the root of the repository or anywhere, in calls of at most ten minutes:
 #
-#     benchmarks/gpu_first_run.sh [OUT]
+#     benchmarks/gpu_first_run.sh CALL [OUT]
 #
-# 1. the kernel library, built for this GPU unless kernels/libgptqkit.so is there; 2. the proof that the tensor cores
-# multiply subnormal float16 operands; 3. the GPU tests; 4. compute-sanitizer's memcheck and racecheck; 5. this GPU's
-# constants, written to kernels/devices; 6. with them, the times of products; 7. the solver's times; 8. the speed of a
-# model of 8B shapes. Nothing needs to be installed but torch and pytest; tests of whole models need transformers too.
-# PYTHON is the interpreter.
+# What is worth most comes first, and the last call measures what the second has tuned. CALL is one of
+#   first   the kernel library, built for this GPU; its tests, a process for each file; products at 4 bits in float16 on
+#           two shapes, every one checked; counters of three gemm kernels, where ncu is there
+#   second  this GPU's constants, written to kernels/devices (bring that file along to the next call); with them, the
+#           table of all products; the host's cost of a call
+#   third   speed of a model of 8B shapes; the solver's times; tests of whole models; compute-sanitizer's memcheck and
+#           racecheck on our kernels
+# Nothing needs to be installed but torch and pytest; tests of whole models need transformers too. PYTHON is the
+# interpreter. A machine that forgets between calls builds the library again, which takes about a minute.
 #
-# OUT (benchmarks/results) gets summary.txt, with a line per step as soon as it has ended; first_run.log, with the last
-# megabyte of what each step said; a copy of the constants; gemm.json, gemm.png, solver-gpu.json and model.json. Every
-# step has its own limit of time, and all together have 530 s. A step that fails does not stop the others; the exit
-# status is 0 if all went well.
+# OUT (benchmarks/results) gets CALL.txt, with a line per step as soon as it has ended, CALL.log, with the last megabyte
+# of what each step said, and the steps' own files, which they write as they go. Every step has its own limit of time. A
+# step that fails does not stop the others, but for the build; the exit status is 0 if all went well.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
+call=${1:-}
+case $call in first | second | third) ;; *) echo "CALL is first, second or third" && exit 2 ;; esac
+out=${2:-benchmarks/results}
 python=${PYTHON:-python3}
-out=${1:-benchmarks/results}
-deadline=530
+deadline=570
 failed=0
-export PYTHONPATH="src:tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH="src:tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONPYCACHEPREFIX=/tmp/gptqkit_pycache
 mkdir -p "$out"
-: >"$out/summary.txt" && : >"$out/first_run.log" || exit 1
-log=$(mktemp)   # of the latest step
-begun=$(mktemp) # as old as this run
-trap 'rm -f "$log" "$begun"' EXIT
+: >"$out/$call.txt" && : >"$out/$call.log" || exit 1
+log=$(mktemp) # of the latest step
+trap 'rm -f "$log"' EXIT
 
 skip() { # name, reason
     echo "== $1: skipped, $2"
-    echo "$1: skipped, $2" >>"$out/summary.txt"
+    echo "$1: skipped, $2" >>"$out/$call.txt"
 }
 
 step() { # name, seconds, command...
     local name=$1 seconds=$2 begin=$SECONDS left=$((deadline - SECONDS)) status
     shift 2
-    if [ "$left" -lt 10 ] || [ "$seconds" -lt 10 ]; then
+    if [ "$left" -lt 10 ]; then
         failed=1
         skip "$name" "no time is left"
-        return
+        return 1
     fi
     echo "== $name"
     timeout --kill-after=5 "$((left < seconds ? left : seconds))" "$@" 2>&1 | tee "$log"
     status=${PIPESTATUS[0]}
     [ "$status" -eq 0 ] || failed=1
-    { echo "== $name" && tail -c 1000000 "$log"; } >>"$out/first_run.log"
-    echo "$name: status $status after $((SECONDS - begin)) s; $(tail -n 1 "$log" | cut -c 1-160)" >>"$out/summary.txt"
+    { echo "== $name" && tail -c 1000000 "$log"; } >>"$out/$call.log"
+    echo "$name: status $status after $((SECONDS - begin)) s; $(tail -n 1 "$log" | cut -c 1-160)" >>"$out/$call.txt"
+    return "$status"
 }
 
-has() { # modules
-    timeout 30 "$python" -c "import $1" 2>/dev/null
+tests() { # seconds, files...: a process each, since an illegal access fails whatever comes after it in its process
+    local seconds=$1 file
+    shift
+    for file in "$@"; do
+        # Warnings of another torch than the one developed with cost only what they are.
+        step "$file" "$seconds" "$python" -m pytest -p no:cacheprovider -W default -m gpu -v --tb=short --durations=10 "$file"
+    done
+}
+
+find_tool() { # name
+    command -v "$1" || ls "/usr/local/cuda/bin/$1" 2>/dev/null
 }
 
 step gpu 15 nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,memory.total --format=csv
-step torch 40 "$python" -c 'import torch
+step torch 60 "$python" -c 'import torch
 print(f"torch {torch.__version__}, CUDA {torch.version.cuda}")
 print("{}{}".format(*torch.cuda.get_device_capability()))'
 capability=$(grep -xE '[0-9]{2,3}' "$log")
-
-if [ -e kernels/libgptqkit.so ]; then
-    skip build "kernels/libgptqkit.so is there"
-elif [ -n "$capability" ]; then
-    step build 120 "$python" kernels/build.py kernels/libgptqkit.so --arch "$capability"
-else
-    skip build "torch names no GPU to build for"
+# A library of other sources is refused when it is loaded, so what is there may stay.
+if ! "$python" -c 'from gptqkit.kernels.library import KernelLibrary, _HERE, FILE_NAME
+KernelLibrary(_HERE / FILE_NAME)' 2>/dev/null; then
+    step build 180 "$python" kernels/build.py kernels/libgptqkit.so --arch "$capability" || exit 1
 fi
 
-# Warnings of another torch than the one developed with, and a file that cannot be imported, cost only what they are.
-pytest=("$python" -m pytest -p no:cacheprovider -W default --continue-on-collection-errors -m gpu)
-if has pytest; then
-    step subnormals 30 "${pytest[@]}" -k unit_inputs tests/kernels/test_cuda.py
-    step tests 100 "${pytest[@]}" tests/kernels/test_{cuda,streams,sweep}.py
-    if has "gptqkit.quantizing"; then
-        step models 40 "${pytest[@]}" tests/test_kernels_in_models.py tests/test_gpu.py
+case $call in
+first)
+    step subnormals 60 "$python" -m pytest -p no:cacheprovider -W default -m gpu -v --tb=short -k unit_inputs tests/kernels/test_cuda.py
+    tests 120 tests/kernels/test_{cuda,streams,sweep}.py
+    step gemm 200 "$python" benchmarks/gemm.py --out "$out" --bits 4 --dtypes float16 --shapes 8192x28672 4096x4096
+    if ncu=$(find_tool ncu); then
+        # Share of the memory's and the tensor cores' speed, and what warps wait for, of three kernels.
+        step ncu 60 "$ncu" --section SpeedOfLight --section WarpStateStats --section Occupancy --kernel-name 'regex:gemm_' \
+            --launch-count 3 "$python" benchmarks/sanitize.py --profile
     else
-        skip models "a package that gptqkit needs is not installed"
+        skip ncu "it is not found"
     fi
-else
-    skip tests "pytest is not installed"
-fi
-
-sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
-for tool in memcheck racecheck; do
-    if [ -n "$sanitizer" ]; then
-        # Every tensor is an allocation of its own, so that memcheck sees where it ends.
-        step "$tool" 50 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$tool" --error-exitcode 9 "$python" benchmarks/sanitize.py
-    else
-        skip "$tool" "compute-sanitizer is not found"
-    fi
-done
-
-step tune 80 "$python" benchmarks/tune.py
-find kernels/devices -name '*.json' -newer "$begun" -exec cp {} "$out" \;
-
-left=$((deadline - SECONDS - 130)) # 30 for the solver, 100 for the model
-step gemm "$left" "$python" benchmarks/gemm.py --out "$out" --seconds "$((left - 25))"
-step solver 30 "$python" benchmarks/solver.py --repeats 1 --json "$out/solver-gpu.json"
-step model "$((deadline - SECONDS))" "$python" benchmarks/model.py --out "$out" --minutes 1
+    ;;
+second)
+    step tune 270 "$python" benchmarks/tune.py --out "$out"
+    cp kernels/devices/*.json "$out"
+    left=$((deadline - SECONDS - 30))
+    step gemm "$left" "$python" benchmarks/gemm.py --out "$out" --seconds "$((left - 40))"
+    step host 30 "$python" benchmarks/host.py --out "$out"
+    ;;
+third)
+    step model 220 "$python" benchmarks/model.py --out "$out" --batches 1 16 --minutes 3
+    step solver 60 "$python" benchmarks/solver.py --repeats 1 --json "$out/solver-gpu.json"
+    tests 100 tests/test_gpu.py
+    sanitizer=$(find_tool compute-sanitizer)
+    for tool in memcheck racecheck; do
+        if [ -n "$sanitizer" ]; then
+            # Every tensor is an allocation of its own, so that memcheck sees where it ends.
+            step "$tool" 90 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$tool" --error-exitcode 9 \
+                --kernel-name kernel_substring=gemm_ --kernel-name kernel_substring=add_large \
+                --kernel-name kernel_substring=dequantize --kernel-name kernel_substring=sweep_kernel \
+                "$python" benchmarks/sanitize.py
+        else
+            skip "$tool" "compute-sanitizer is not found"
+        fi
+    done
+    ;;
+esac
 
 echo "== summary, $SECONDS s in all"
-cat "$out/summary.txt"
+cat "$out/$call.txt"
 exit "$failed"

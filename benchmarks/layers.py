@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from gptqkit.kernels.cuda import CudaLinear
+from gptqkit.kernels.library import Shape
+from gptqkit.kernels.ops import DTYPES
 from gptqkit.quantizer.quantized import QuantizedWeight
 
 
@@ -28,3 +30,9 @@ def random_operands(rows: int, columns: int, *, bits: int, group_size: int, devi
     weight = random_weight(rows, columns, bits=bits, group_size=group_size, device=device)
     layer = CudaLinear(weight, None, torch.float16)
     return layer.weight, layer.scale, layer.zero, None, bits, group_size, rows
+
+
+def shape_of(operands: tuple, columns: int, dtype: torch.dtype) -> Shape:
+    """Return the shape by which a launcher plans for these operands."""
+    *_, bits, group_size, rows = operands
+    return Shape(bits, DTYPES[dtype], rows, columns, group_size)

@@ -3,22 +3,21 @@
     python benchmarks/model.py [--out benchmarks/results] [--bits 4] [--batches 1 16] [--layers 32] [--minutes 8]
 
 Tokens per second of generation: one token for each sequence of a batch after a context of 512, as a replayed CUDA
-graph, so that neither Python nor the launches count. Perplexity: seconds for windows of 2048 tokens, logits and losses
-included, without a graph. Memory is what the weights take. The weights are random: speed does not depend on them, and
-quality is not measured here. Writes model.json.
+graph, so that neither Python nor the launches count, and eager, where they do. Perplexity: seconds for windows of 2048
+tokens, logits and losses included, without a graph. Memory is what the weights take. The weights are random: speed does
+not depend on them, and quality is not measured here. Writes model.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
 import torch
 from decoder import Decoder, Sizes
 from layers import random_weight
-from timing import describe, find_gpu, graph_time
+from timing import describe, find_gpu, graph_time, write
 from torch import nn
 
 from gptqkit.kernels.cuda import CudaLinear
@@ -27,6 +26,8 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT = 512
 WINDOW = 2048
 WINDOWS = 4
+STEPS = 8
+EAGER_BATCHES = (1, 16)
 FLOAT = 16
 
 
@@ -49,6 +50,19 @@ def generation_speed(model: Decoder, batch: int, device: torch.device) -> float:
     ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
     seconds = graph_time(lambda _: model(ids, CONTEXT - 1, caches), [None], milliseconds=0)
     return batch / seconds
+
+
+def eager_speed(model: Decoder, batch: int, device: torch.device) -> float:
+    """Tokens per second of a whole batch without a graph."""
+    caches = model.make_cache(batch, CONTEXT)
+    ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    for index in range(STEPS + 2):
+        if index == 2:  # the first ones warm up
+            torch.cuda.synchronize(device)
+            start = time.perf_counter()
+        model(ids, CONTEXT - 1, caches)
+    torch.cuda.synchronize(device)
+    return batch * STEPS / (time.perf_counter() - start)
 
 
 def perplexity_seconds(model: Decoder, device: torch.device) -> float:
@@ -97,6 +111,9 @@ def main() -> None:
         for batch in arguments.batches:
             result["tokens_per_second"][batch] = generation_speed(model, batch, device)
             torch.cuda.empty_cache()
+        result["eager_tokens_per_second"] = {
+            batch: eager_speed(model, batch, device) for batch in EAGER_BATCHES if batch in arguments.batches
+        }
         speeds = " ".join(f"{speed:8.0f}" for speed in result["tokens_per_second"].values())
         print(
             f"{bits:>4} | {result['bytes'] / 1e9:6.2f} | {result['load_seconds']:6.1f} | "
@@ -104,8 +121,7 @@ def main() -> None:
             flush=True,
         )
         report["results"].append(result)
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "model.json").write_text(json.dumps(report, indent=1) + "\n")
+        write(report, arguments.out / "model.json")
         del model
         torch.cuda.empty_cache()
 

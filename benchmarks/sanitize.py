@@ -1,22 +1,27 @@
-"""A few small calls of every kernel, for `compute-sanitizer --tool racecheck python benchmarks/sanitize.py`."""
+"""A few small calls of every kernel, for `compute-sanitizer --tool racecheck python benchmarks/sanitize.py`.
+
+With --profile: three large products, one for each of the gemm kernels for 1, 16 and 64 rows, for ncu.
+"""
 
 from __future__ import annotations
 
 import itertools
+import sys
 
 import torch
 from layers import random_operands
 
 from gptqkit.kernels.library import KernelLibrary
 from gptqkit.kernels.ops import launcher_for
-from gptqkit.kernels.sweep import sweep_block
+from gptqkit.kernels.sweep import Sweep, sweep_block
 
 BITS = (2, 3, 4, 8)
 DTYPES = (torch.float16, torch.bfloat16)
 ROWS = (1, 16, 24, 70)  # one for each kernel
 SPLITS = (1, 3)
 COLUMNS = (48, 256)  # the second needs more shared memory than every block may have
-OUTPUTS, INPUTS = 96, 416  # half a tile, half a unit
+LARGE = (8192, 28672)  # out, in
+OUTPUTS, INPUTS = 96, 416  # one and a half tiles, six and a half units
 
 
 def run_products(device: torch.device) -> None:
@@ -43,27 +48,26 @@ def run_sweeps(device: torch.device, library: KernelLibrary) -> None:
         group = (torch.arange(columns, device=device) // group_size).int()
         scale, zero = torch.empty(2, -(-columns // group_size), rows, device=device).unbind()
         for search, given in ((None, None), (importance, None), (None, group)):
-            sweep_block(
-                library,
-                torch.randn(columns, rows, device=device),
-                upper,
-                shift=upper.triu(1) if gptaq else None,
-                importance=search,
-                group=given,
-                group_size=group_size,
-                scale=scale,
-                zero=zero,
-                codes=torch.empty(columns, rows, dtype=torch.uint8, device=device),
-                values=torch.empty(columns, rows, device=device),
-                bits=bits,
-                sym=sym,
-                min_zero=0,
-            )
+            block = torch.randn(columns, rows, device=device)
+            shift, codes = upper.triu(1) if gptaq else None, torch.empty_like(block, dtype=torch.uint8)
+            tensors = (block, upper, shift, search, given, scale, zero, codes, torch.empty_like(block))
+            sweep_block(library, Sweep(*tensors), group_size=group_size, bits=bits, sym=sym, min_zero=0)
+
+
+def run_large(device: torch.device) -> None:
+    """Three products at 4 bits, bound by memory."""
+    layer = random_operands(*LARGE, bits=4, group_size=128, device=device)
+    for rows in (1, 16, 64):
+        torch.ops.gptqkit.linear(torch.randn(rows, LARGE[1], device=device).half(), *layer)
+    torch.cuda.synchronize()
 
 
 def main() -> None:
     """Run; the sanitizer reports."""
     device = torch.device("cuda", torch.cuda.current_device())
+    if "--profile" in sys.argv:
+        run_large(device)
+        return
     run_products(device)
     run_sweeps(device, launcher_for(device).library)
     torch.cuda.synchronize()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ class CudaLinear(QuantLinear):
     device_type: ClassVar[str | None] = "cuda"
     exact: ClassVar[tuple[str, ...]] = ("scale",)
 
-    _checked: Layer | None = None
+    _layer: Layer | None = None
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(weight, bias, dtype)
@@ -55,9 +55,13 @@ class CudaLinear(QuantLinear):
         """
         own = cast("dict[str, Tensor]", self._buffers)  # attributes of a module cost a microsecond each
         weight, scale, zero, order, bias = own["weight"], own["scale"], own["zero"], own["order"], own["bias"]
-        if x.shape[-1] != self.in_features or x.device != weight.device:
+        device, width = x.device, x.shape[-1]
+        if width != self.in_features or device != weight.device:
             needed = f"{self.in_features} columns on {weight.device}"
-            raise ShapeError(f"x has {x.shape[-1]} columns on {x.device}, and the layer takes {needed}")
+            raise ShapeError(f"x has {width} columns on {device}, and the layer takes {needed}")
+        if x.dtype is torch.float32 and torch.is_autocast_enabled(device.type):  # as F.linear does
+            x = x.to(torch.get_autocast_dtype(device.type))
+            bias = bias if bias is None else bias.to(x.dtype)
         if order is not None:
             x = x.index_select(-1, order)
         if x.requires_grad and torch.is_grad_enabled():
@@ -67,18 +71,26 @@ class CudaLinear(QuantLinear):
         if watched or type(x) is not Tensor:
             return cast(Tensor, _linear(x, weight, scale, zero, bias, *self._sizes))
         # Eager calls spare the dispatcher and, as long as the tensors are the same, their check.
-        layer = self._checked
-        if layer is None or layer.weight is not weight or layer.scale is not scale or layer.zero is not zero:
-            layer = self._checked = Layer(weight, scale, zero, *self._sizes, self.in_features).check(weight.device)
-        return self.launcher(x.device).product(x, layer, bias)
+        layer = self._layer
+        if layer is not None and layer.dtype is x.dtype:
+            held = layer.tensors
+            if held[0] is weight and held[1] is scale and held[2] is zero and held[3] is bias:
+                return layer.launcher.product(x, layer)
+        layer = Layer(weight, scale, zero, bias, self._sizes, self.in_features, x.dtype, self.launcher(device))
+        self._layer = layer
+        return layer.launcher.product(x, layer)
 
     @staticmethod
     def launcher(device: torch.device) -> Launcher:
         """Return what runs the kernels on `device`."""
         return launcher_for(device)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and save the tensors alone: a copy has pointers of its own."""
+        return {**self.__dict__, "_layer": None}
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        self._checked = None  # lets go of the tensors that move
+        self._layer = None  # lets go of the tensors that move
         return super()._apply(fn, recurse)
 
 
@@ -110,8 +122,8 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 def _pack_rows(codes: Tensor, bits: int) -> Tensor:
     padded = functional.pad(codes, (0, -codes.shape[1] % 64, 0, -codes.shape[0] % 64))
-    # Outputs are (tile, i, r & 1, c), inputs (unit, step, t, r >> 1, element of the pair).
-    parts = padded.view(-1, 4, 2, 8, padded.shape[1] // 64, 4, 4, 2, 2).permute(0, 4, 5, 3, 6, 1, 7, 2, 8).flatten(6, 7)
+    # Outputs are (tile, c, i, r & 1), inputs (unit, step, t, r >> 1, element of the pair).
+    parts = padded.view(-1, 8, 4, 2, padded.shape[1] // 64, 4, 4, 2, 2).permute(0, 4, 5, 1, 6, 2, 7, 3, 8).flatten(6, 7)
     pairs = parts[..., 0].int() | parts[..., 1].int() << 16
     words = pairs.new_zeros(*pairs.shape[:5], bits)  # tile, unit, step, c, t
     for i, r in product(range(4), range(4)):
@@ -134,9 +146,8 @@ def _pack_rows(codes: Tensor, bits: int) -> Tensor:
 
 
 def pack_grid(values: Tensor) -> Tensor:
-    """Return values of groups, (out, groups), in the kernels' order, (groups, out padded to 64)."""
-    padded = functional.pad(values.t(), (0, -values.shape[0] % 64))
-    return padded.view(values.shape[1], -1, 4, 2, 8).permute(0, 1, 4, 2, 3).reshape(values.shape[1], -1)
+    """Return values of groups, (out, groups), as the kernels read them, (groups, out padded to 64)."""
+    return functional.pad(values.t(), (0, -values.shape[0] % 64)).contiguous()
 
 
 def pack_zeros(zeros: Tensor, bits: int) -> Tensor:

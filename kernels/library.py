@@ -7,69 +7,116 @@ module, where the wheel puts it, and then in the user's cache, where it is built
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import os
-from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import ClassVar, NamedTuple, NoReturn
 
 import torch
 
 from ..errors import BackendError
 from . import build
 
-ABI = 4
 FILE_NAME = "libgptqkit.so"
 OLDEST_CAPABILITY = (8, 0)  # Ampere: the first with the matrix instructions and asynchronous copies of the kernels
 
 _LOG = logging.getLogger("gptqkit")
 _HERE = Path(__file__).parent
 
-# The functions that return an error code, with the types of their arguments; tensors are pointers.
+
+class Shape(NamedTuple):
+    """A layer but for its tensors, in the order of `gptqkit_layer`: `dtype` is the interface's number."""
+
+    bits: int
+    dtype: int
+    n: int
+    k: int
+    group: int
+
+
+class LayerRecord(Structure):
+    """`gptqkit_layer` of `csrc/api.h`."""
+
+    _fields_: ClassVar = [
+        *((name, c_void_p) for name in ("weight", "scale", "zero", "bias")),
+        *((name, c_int32) for name in Shape._fields),
+    ]
+
+
+class Kernel(NamedTuple):
+    """The numbers of `gptqkit_kernel`."""
+
+    tokens: int
+    columns: int
+    sharing: int
+    locks: int
+    threads: int
+    shared: int
+    blocks: int
+
+
+# The functions that return an error code, with the types of their arguments; tensors and records are pointers.
 _SIGNATURES = {
-    "gptqkit_versions": [POINTER(c_int), POINTER(c_int)],
-    "gptqkit_workspace": [c_int, c_int, c_int, c_int, POINTER(c_int64), POINTER(c_int64)],
-    "gptqkit_gemm": [c_int, c_int, c_void_p, c_int64, *[c_void_p] * 7, *[c_int] * 5, c_void_p],
-    "gptqkit_dequantize": [c_int, c_int, *[c_void_p] * 4, *[c_int] * 5, c_void_p],
-    "gptqkit_sweep": [*[c_void_p] * 10, *[c_int] * 6, c_void_p],
+    "versions": [POINTER(c_int), POINTER(c_int)],
+    "kernel": [POINTER(LayerRecord), c_int, c_void_p],
+    "gemm": [c_void_p, c_void_p, c_int64, *[c_void_p] * 3, c_int, c_int, c_void_p],
+    "dequantize": [c_void_p, c_void_p, c_int, c_int, c_void_p],
+    "sweep": [*[c_void_p] * 10, *[c_int] * 6, c_void_p],
 }
 
 
 class KernelLibrary:
-    """A loaded library, checked for its interface's number.
+    """A loaded library, checked to be that of the sources.
 
     Attributes:
+        functions: Those of `csrc/api.h` that return an error code, by their names without "gptqkit_".
         driver: CUDA version that the driver serves, 1000 * major + 10 * minor; 0 where there is no driver.
         built: CUDA version that the library was built with; 0 in the emulator.
 
     Raises:
-        BackendError: The file is no library for this machine, or has another interface.
+        BackendError: The file is no library for this machine, or was built from other sources.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self._handle = ctypes.CDLL(str(path))
-            abi = int(self._handle.gptqkit_abi())
+            self._handle.gptqkit_sources.restype = c_char_p
+            sources = self._handle.gptqkit_sources().decode(errors="replace")
         except (OSError, AttributeError) as error:
             raise BackendError(f"{path} cannot be loaded: {error}; build it again") from error
-        if abi != ABI:
-            raise BackendError(f"{path} has interface {abi}, and this version of gptqkit needs {ABI}; build it again")
-        for name, arguments in _SIGNATURES.items():
-            getattr(self._handle, name).argtypes = arguments
+        if sources != build.sources_hash():
+            raise BackendError(
+                f"{path} was built from other sources, {sources}, than those of this gptqkit, {build.sources_hash()}; "
+                "build it again"
+            )
         self._handle.gptqkit_error.restype = c_char_p
-        self.driver, self.built = self._two_numbers("gptqkit_versions", c_int)
+        self.user = self._handle.gptqkit_user
+        self.user.argtypes, self.user.restype = [c_void_p], c_int64
+        self.functions = {name: getattr(self._handle, f"gptqkit_{name}") for name in _SIGNATURES}
+        for name, arguments in _SIGNATURES.items():
+            self.functions[name].argtypes = arguments
+        driver, built = c_int(), c_int()
+        self.run("versions", byref(driver), byref(built))
+        self.driver, self.built = driver.value, built.value
+
+    def kernel(self, shape: Shape, rows: int) -> Kernel:
+        """Return what is to know of the kernel for such a layer and `rows` rows of x, on the current device."""
+        numbers = (c_int32 * len(Kernel._fields))()
+        self.run("kernel", byref(LayerRecord(None, None, None, None, *shape)), rows, numbers)
+        return Kernel(*numbers)
 
     def run(self, name: str, *arguments: object) -> None:
-        """Call a function of `csrc/api.h`; an error code becomes a BackendError with the library's words."""
-        code = getattr(self._handle, name)(*arguments)
-        if code:
-            raise BackendError(f"{name}: {self._handle.gptqkit_error(code).decode(errors='replace')} (code {code})")
+        """Call a function of `csrc/api.h` by its name without "gptqkit_"; an error code becomes a BackendError."""
+        if code := self.functions[name](*arguments):
+            self.fail(name, code)
 
-    def workspace(self, m: int, n: int, k: int, split: int) -> tuple[int, int]:
-        """Return how many float32 partial sums and int32 locks a product of these sizes needs."""
-        return self._two_numbers("gptqkit_workspace", c_int64, m, n, k, split)
+    def fail(self, name: str, code: int) -> NoReturn:
+        """Raise a BackendError with the library's words for a code."""
+        words = self._handle.gptqkit_error(code).decode(errors="replace")
+        raise BackendError(f"gptqkit_{name}: {words} (code {code})")
 
     def check_driver(self) -> None:
         """Refuse a driver that cannot run the library: one of an older major version than the compiler."""
@@ -81,11 +128,6 @@ class KernelLibrary:
                 f"the NVIDIA driver serves CUDA {serves}, and {self.path} was built with CUDA {needed}; update the "
                 f"driver, or build with an nvcc of CUDA {self.driver // 1000}"
             )
-
-    def _two_numbers(self, name: str, kind: type[c_int] | type[c_int64], *arguments: int) -> tuple[int, int]:
-        first, second = kind(), kind()
-        self.run(name, *arguments, byref(first), byref(second))
-        return first.value, second.value
 
 
 def library_for(device: torch.device) -> tuple[KernelLibrary | None, str]:
@@ -112,17 +154,9 @@ def open_library(folder: Path, cache_folder: Path) -> KernelLibrary:
         BackendError: There is none and it cannot be built, or the one found cannot be used.
     """
     path = folder / FILE_NAME
-    library = KernelLibrary(path if path.exists() else _build_once(cache_folder / sources_hash() / FILE_NAME))
+    library = KernelLibrary(path if path.exists() else _build_once(cache_folder / build.sources_hash() / FILE_NAME))
     library.check_driver()
     return library
-
-
-def sources_hash() -> str:
-    """Return a name for the sources as they are now, so that no library of others is taken for theirs."""
-    digest = hashlib.sha256()
-    for file in sorted([_HERE / "build.py", *(_HERE / "csrc").iterdir()]):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _build_once(target: Path) -> Path:

@@ -5,8 +5,8 @@
     dequantize  W, (out, in): exact in float32, rounded once to the dtype given
 
 Few rows of x run on the fused kernel, which reads the packed weight once. Many rows are bound by arithmetic: the weight
-is dequantized, a few output rows at a time into one small buffer that stays in the GPU's cache, and each part goes
-through torch's dense product.
+is dequantized, into a buffer no larger than the GPU's cache if that leaves each part of the product enough to do, and
+goes through torch's dense product.
 
 The kernels trust pointers and sizes, so the operators check that `weight`, `scale` and `zero` are a packed layer, as
 `CudaLinear` holds it. There are implementations for CUDA only; the tests add one for the CPU, which runs the same
@@ -15,13 +15,13 @@ sources on an emulator.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import re
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from ctypes import addressof
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendError, ShapeError
-from .library import KernelLibrary, library_for
+from .library import KernelLibrary, LayerRecord, Shape, library_for
 
 DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 """Of activations, with the interface's number."""
@@ -39,8 +39,10 @@ DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 BITS = (2, 3, 4, 8)
 DEVICES = Path(__file__).parent / "devices"
 MOST_SPLITS = 64  # the interface's limit
-LEAST_DENSE_ROWS, DENSE_TILE = 1024, 256  # fewer output rows at a time leave parts of a large GPU idle
+DENSE_STEP = 256  # rows of a dense weight come in multiples of these
+PRODUCT_TILE = 128 * 128  # elements of a product that one multiprocessor makes at a time
 USERS, LOCKS = 256, 1024  # streams and captures with locks of their own: more than there are tiles where splits pay
+WORKSPACE = 1 << 19  # floats that each stream keeps: enough for up to 16 rows of x
 
 _LAYER = "Tensor weight, Tensor scale, Tensor zero"
 _SIZES = "int bits, int group_size, int out_features"
@@ -56,26 +58,53 @@ FAKES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-class Layer(NamedTuple):
-    """The operands that are a packed layer; the kernels may trust them once `check` has passed."""
+class Layer:
+    """A packed layer: tensors and sizes that were checked, so that the kernels may trust them, and their pointers.
 
-    weight: Tensor
-    scale: Tensor
-    zero: Tensor
-    bits: int
-    group_size: int
-    out_features: int
-    in_features: int
+    Args:
+        weight: And `scale`, `zero`: what `csrc/api.h` calls the packed form.
+        bias: (out,) in `dtype`, or None.
+        sizes: Bits, group size, outputs.
+        in_features: Of the activations.
+        dtype: Of the activations.
+        launcher: Of the device that all of it is on.
 
-    def check(self, device: torch.device) -> Layer:
-        """Return the layer itself, if its tensors have the forms that its sizes ask for."""
-        bits, tiles = self.bits, -(-self.out_features // 64)
-        groups = -(-self.in_features // max(self.group_size, 1))  # the library refuses groups of 0
-        _check("weight", self.weight, torch.int32, (tiles, -(-self.in_features // 64), bits, 32, 4), device)
-        _check("scale", self.scale, torch.float16, (groups, tiles * 64), device)
-        zeros = groups, tiles * (32 if bits < 4 else 64)
-        _check("zero", self.zero, torch.int16 if bits > 4 else torch.uint8, zeros, device)
-        return self
+    Raises:
+        ShapeError: The tensors have not the forms that the sizes ask for.
+    """
+
+    __slots__ = ("address", "dtype", "launcher", "padded", "plans", "record", "shape", "tensors")
+
+    def __init__(
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        zero: Tensor,
+        bias: Tensor | None,
+        sizes: tuple[int, int, int],
+        in_features: int,
+        dtype: torch.dtype,
+        launcher: Launcher,
+    ) -> None:
+        self.launcher, device = launcher, launcher.device
+        bits, group_size, out_features = sizes
+        tiles, groups = -(-out_features // 64), -(-in_features // max(group_size, 1))  # the library refuses groups of 0
+        _check("weight", weight, torch.int32, (tiles, -(-in_features // 64), bits, 32, 4), device)
+        _check("scale", scale, torch.float16, (groups, tiles * 64), device)
+        _check(
+            "zero", zero, torch.int16 if bits > 4 else torch.uint8, (groups, tiles * (32 if bits < 4 else 64)), device
+        )
+        if dtype not in DTYPES:
+            raise ShapeError(f"x is {dtype}, and the kernels compute in float16 or bfloat16; convert it")
+        if bias is not None:
+            _check("bias", bias, dtype, (out_features,), device)
+        self.tensors, self.dtype = (weight, scale, zero, bias), dtype
+        self.shape = Shape(bits, DTYPES[dtype], out_features, in_features, group_size)
+        self.padded = -(-out_features // 8) * 8  # the kernels store eight columns at a time
+        pointers = [None if tensor is None else tensor.data_ptr() for tensor in self.tensors]
+        self.record = LayerRecord(*pointers, *self.shape)
+        self.address = addressof(self.record)
+        self.plans: dict[int, Plan] = {}  # by rows of x
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
@@ -93,16 +122,31 @@ class Tuning:
     """How a product is divided over a device; the defaults are calculated, benchmarks/tune.py measures.
 
     Attributes:
-        blocks_per_multiprocessor: Blocks to aim at; fewer column tiles than that are split along the inputs.
-        least_inputs_per_block: Inputs that make a block's work worth its reduction.
+        block_inputs: Inputs whose reading takes a block as long as its begin and end; sharing a tile takes that again.
+        part_bytes: Of partial sums that a multiprocessor moves in the time that an input takes.
         crossover: For each bit width the rows of x from which the dense path is faster.
-        dense_bytes: Of the dense weight that exists at a time on that path, for the L2 cache.
+        dense_bytes: Of the dense weight that exists at a time on that path; None for the size of the L2 cache.
     """
 
-    blocks_per_multiprocessor: float = 2.0
-    least_inputs_per_block: int = 512
-    crossover: Mapping[int, int] = field(default_factory=lambda: dict.fromkeys(BITS, 128))
-    dense_bytes: int = 32 << 20
+    block_inputs: int = 256
+    part_bytes: int = 1024
+    crossover: Mapping[int, int] = field(default_factory=lambda: dict.fromkeys(BITS, 256))
+    dense_bytes: int | None = None
+
+
+class Plan(NamedTuple):
+    """How a product runs: blocks that share a tile's inputs (0: the dense path), floats of workspace, locks."""
+
+    split: int
+    floats: int = 0
+    locks: int = 0
+
+
+class Device(NamedTuple):
+    """What the choice of a plan asks about a GPU."""
+
+    multiprocessors: int
+    cache_bytes: int  # of the L2 cache
 
 
 def tuning_for(device: str, folder: Path = DEVICES) -> Tuning:
@@ -123,121 +167,146 @@ def file_name(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json"
 
 
-class Locks:
-    """The int32 by which the last of several blocks that share an output tile knows that it is the last, 0 in between.
+class Scratch:
+    """What blocks that share an output tile need: a workspace for sums, and locks by which the last one knows itself.
 
-    Calls of one stream follow each other and share theirs. A captured graph can be replayed beside anything, so every
-    capture gets locks that nothing else uses, cleared before it begins. Where those made with the first call on the
-    device are used up or too few, a call clears locks of its own, which takes a launch.
+    Locks are 0 between calls. Calls of one stream follow each other and share both; a user is a stream, or a stream in
+    a capture (`gptqkit_user`). A captured graph can be replayed beside anything, so every capture gets locks that
+    nothing else uses, cleared before it begins. Where those made with the first call on the device are used up or too
+    few, a call clears some of its own, which takes a launch; where the workspace is too small, and in captures, it
+    allocates one.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._mutex = threading.Lock()
         self._free: list[Tensor] | None = None
-        self._taken: dict[tuple[int, int], Tensor] = {}  # by stream and capture, 0 for none
+        self._taken: dict[int | tuple[int, int], tuple[int, int, list[Tensor]]] = {}
 
-    def take(self, count: int, stream: int) -> Tensor:
-        """Return `count` locks or more for the next call on `stream`."""
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        user = (stream, _capture_number(stream) if capturing else 0)
+    def take(self, user: int, stream: int, locks: int, floats: int) -> tuple[int, int, list[Tensor]]:
+        """Return pointers to `locks` locks or more and to `floats` floats or more, and what keeps them.
+
+        `user` is above 0 for a stream and below 0 for a capture, of which each `stream` is a user of its own. The next
+        call of the user may have the same.
+        """
+        key = user if user > 0 else (user, stream)
+        taken = self._taken.get(key) or self._enter(key)
+        if taken and locks <= LOCKS and floats <= (WORKSPACE if user > 0 else 0):
+            return taken
+        own_locks = self._clear(locks) if locks > LOCKS or not taken else taken[2][0]
+        workspace = self._allocate(floats)
+        return own_locks.data_ptr(), workspace.data_ptr(), [own_locks, workspace]
+
+    def _enter(self, key: int | tuple[int, int]) -> tuple[int, int, list[Tensor]] | None:
+        """Give a new user its own, if there is some to give."""
+        is_stream = isinstance(key, int)
         with self._mutex:
-            if self._free is None and not capturing:
-                # In a thread of its own: a memory pool that this one opened, as torch.compile does, must not hold them.
-                with ThreadPoolExecutor(1) as thread:
-                    self._free = thread.submit(self._make).result()
-            if user not in self._taken and self._free:
-                self._taken[user] = self._free.pop()
-            locks = self._taken.get(user)
-        return self._cleared(count) if locks is None or count > LOCKS else locks
+            # In another thread: a memory pool that this one opened, as torch.compile does, must not hold what stays.
+            with ThreadPoolExecutor(1) as thread:
+                if self._free is None and is_stream:
+                    self._free = thread.submit(self._make_locks).result()
+                if key not in self._taken and self._free:
+                    workspace = thread.submit(self._allocate, WORKSPACE if is_stream else 0).result()
+                    tensors = [self._free.pop(), workspace]
+                    self._taken[key] = tensors[0].data_ptr(), workspace.data_ptr(), tensors
+            return self._taken.get(key)
 
-    def _make(self) -> list[Tensor]:
-        array = self._cleared(USERS * LOCKS)
+    def _make_locks(self) -> list[Tensor]:
+        array = self._clear(USERS * LOCKS)
         if self.device.type == "cuda":  # its users run on other streams than the clearing
             torch.cuda.current_stream(self.device).synchronize()
         return list(array.view(USERS, LOCKS))
 
-    def _cleared(self, count: int) -> Tensor:
+    def _allocate(self, floats: int) -> Tensor:
+        return torch.empty(floats, dtype=torch.float32, device=self.device)
+
+    def _clear(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=self.device)
-
-
-def _capture_number(stream: int) -> int:
-    """Return the number that the driver gives the capture on `stream`; no two captures of a process have the same."""
-    status, number = ctypes.c_int(), ctypes.c_uint64()
-    inquire = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
-    code = inquire(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None)
-    if code:
-        raise RuntimeError(f"cuStreamGetCaptureInfo: CUDA driver error {code}")
-    return number.value
 
 
 class Launcher:
     """One device with the library and the constants that serve it; `linear` and `dequantize` are the operators."""
 
-    def __init__(self, library: KernelLibrary, device: torch.device, tuning: Tuning, multiprocessors: int) -> None:
-        self.library, self.device, self.tuning, self.multiprocessors = library, device, tuning, multiprocessors
-        self._locks = Locks(device)
-        self._split = lru_cache(maxsize=4096)(self.choose_split)
-        self._workspace = lru_cache(maxsize=4096)(library.workspace)
+    def __init__(self, library: KernelLibrary, device: torch.device, tuning: Tuning, properties: Device) -> None:
+        self.library, self.device, self.tuning, self.properties = library, device, tuning, properties
+        self._on_gpu, self._index = device.type == "cuda", device.index  # else the emulator
+        self._scratch = Scratch(device)
+        self._gemm = library.functions["gemm"]  # at hand for the one call that many small products wait for
+        self._plan = lru_cache(maxsize=16384)(self.plan)
 
     def linear(self, x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         """Return x WT + bias."""
         bits, group_size, out_features, *split = rest
-        layer = Layer(weight, scale, zero, bits, group_size, out_features, x.shape[-1]).check(x.device)
-        return self.product(x, layer, bias, *split)
+        sizes = (bits, group_size, out_features)
+        return self.product(x, Layer(weight, scale, zero, bias, sizes, x.shape[-1], x.dtype, self), *split)
 
     def dequantize(self, weight: Tensor, scale: Tensor, zero: Tensor, *rest: Any) -> Tensor:
         """Return W, its columns in packed order."""
-        *sizes, dtype = rest
-        layer = Layer(weight, scale, zero, *sizes).check(weight.device)
+        bits, group_size, out_features, in_features, dtype = rest
         if dtype not in DTYPES:
             raise ShapeError(f"{dtype} is asked for, and the kernels write float16 or bfloat16; convert one of them")
-        dense = weight.new_empty((layer.out_features, layer.in_features), dtype=dtype)
-        self._write_rows(dense, 0, layer)
+        layer = Layer(weight, scale, zero, None, (bits, group_size, out_features), in_features, dtype, self)
+        dense = weight.new_empty((out_features, in_features), dtype=dtype)
+        with torch.cuda.device(self.device) if self._on_gpu else nullcontext():
+            self._write_rows(dense, 0, layer)
         return dense
 
-    def choose_split(self, bits: int, rows: int, out_features: int, in_features: int) -> int:
-        """Return the faster `split` for `rows` rows of x, where all blocks come near what the device can hold."""
-        if rows >= self.tuning.crossover.get(bits, 0):
-            return 0
-        _, tiles = self.library.workspace(rows, out_features, in_features, 2)  # one lock per tile
-        wanted = round(self.tuning.blocks_per_multiprocessor * self.multiprocessors / max(1, tiles))
-        return max(1, min(wanted, in_features // self.tuning.least_inputs_per_block, MOST_SPLITS))
+    def plan(self, shape: Shape, rows: int, split: int | None = None) -> Plan:
+        """Return how to run a product with `rows` rows of x on the current device, by choice or with a given `split`.
 
-    def product(self, x: Tensor, layer: Layer, bias: Tensor | None, split: int | None = None) -> Tensor:
-        """Return x WT + bias for a layer that was checked."""
-        n, k = layer.out_features, layer.in_features
-        if x.dtype not in DTYPES:
-            raise ShapeError(f"x is {x.dtype}, and the kernels compute in float16 or bfloat16; convert it")
-        if bias is not None:
-            _check("bias", bias, x.dtype, (n,), x.device)
-        y = x.new_empty((*x.shape[:-1], n))
-        if not y.numel():
-            return y
-        m = y.numel() // n
+        The choice is for the shortest time, counted in inputs: waves of as many blocks as the device holds at a time,
+        each with its begin and end and its share of the inputs, and the way of partial sums to memory and back.
+        """
+        if split is None and rows >= self.tuning.crossover.get(shape.bits, 0):
+            return Plan(0)
+        kernel = self.library.kernel(shape, rows)
+        tiles, tile_bytes = (
+            -(-rows // kernel.tokens) * -(-shape.n // kernel.columns),
+            4 * kernel.tokens * kernel.columns,
+        )
+
+        def cost(split: int) -> float:
+            waves = -(-tiles * split // (kernel.blocks * self.properties.multiprocessors))
+            inputs = -(-shape.k // (64 * split * kernel.sharing)) * 64 * kernel.sharing
+            parts = 2 * tiles * split * tile_bytes / (self.properties.multiprocessors * self.tuning.part_bytes)
+            return waves * (inputs + self.tuning.block_inputs) + (split > 1) * (self.tuning.block_inputs + parts)
+
         if split is None:
-            split = self._split(layer.bits, m, n, k)
+            split = min(range(1, max(1, min(MOST_SPLITS, shape.k // 64)) + 1), key=cost)
+        return Plan(split, *((split * tiles * tile_bytes // 4, tiles * kernel.locks) if split > 1 else ()))
+
+    def product(self, x: Tensor, layer: Layer, split: int | None = None) -> Tensor:
+        """Return x WT + bias; x has the layer's width, dtype and device."""
+        if self._on_gpu and torch._C._cuda_getDevice() != self._index:
+            with torch.cuda.device(self.device):
+                return self.product(x, layer, split)
+        (_, _, n, k, _), padded = layer.shape, layer.padded
+        m = x.numel() // k if n and k else 0
+        if not m:
+            return x.new_zeros((*x.shape[:-1], n))
+        plan = layer.plans.get(m)
+        if plan is None or split is not None:
+            plan = self._plan(layer.shape, m, split)
+            if split is None:
+                layer.plans[m] = plan
+        split, floats, locks = plan
         if not split:
-            self._dense_product(x.reshape(m, k), layer, bias, y.view(m, n))
-            return y
+            return self._dense_product(x.reshape(m, k), layer).view(*x.shape[:-1], n)
         if not x.is_contiguous() or x.data_ptr() % 16:
             x = x.clone(memory_format=torch.contiguous_format)
-        with self._current():
-            stream, workspace, locks = self._stream(), None, None
-            if split > 1:
-                floats, count = self._workspace(m, n, k, split)
-                workspace = x.new_empty(floats, dtype=torch.float32)
-                locks = self._locks.take(count, stream)
-            operands = (layer.weight, layer.scale, layer.zero, bias, y, workspace, locks)
-            pointers = [None if operand is None else operand.data_ptr() for operand in operands]
-            sizes = (m, n, k, layer.group_size, split)
-            self.library.run("gptqkit_gemm", layer.bits, DTYPES[x.dtype], x.data_ptr(), k, *pointers, *sizes, stream)
-        return y
+        y = x.new_empty((m, padded) if x.dim() == 2 else (*x.shape[:-1], padded))
+        stream = torch._C._cuda_getCurrentRawStream(self._index) if self._on_gpu else 0
+        lock = workspace = None
+        if floats:  # `_kept` stays until the launch is queued; whoever gets its memory comes later on the stream
+            lock, workspace, _kept = self._scratch.take(self.library.user(stream), stream, locks, floats)
+        code = self._gemm(layer.address, x.data_ptr(), k, y.data_ptr(), workspace, lock, m, split, stream)
+        if code:
+            self.library.fail("gemm", code)
+        return y if n == padded else y[..., :n].contiguous()
 
-    def _dense_product(self, x: Tensor, layer: Layer, bias: Tensor | None, y: Tensor) -> None:
-        n, k = y.shape[1], x.shape[1]
-        whole_tiles = self.tuning.dense_bytes // (x.element_size() * max(k, 1)) // DENSE_TILE * DENSE_TILE
-        step = min(n, max(LEAST_DENSE_ROWS, whole_tiles))
+    def _dense_product(self, x: Tensor, layer: Layer) -> Tensor:
+        (m, k), n, bias = x.shape, layer.shape.n, layer.tensors[3]
+        y, step = x.new_empty((m, n)), self._dense_rows(m, n, k)
         buffer = x.new_empty((step, k))  # torch's allocator hands out the same one at every call
         for first in range(0, n, step):
             part = slice(first, min(first + step, n))
@@ -247,19 +316,22 @@ class Launcher:
                 torch.mm(x, dense.t(), out=y[:, part])
             else:
                 torch.addmm(bias[part], x, dense.t(), out=y[:, part])
+        return y
+
+    def _dense_rows(self, m: int, n: int, k: int) -> int:
+        """Return how many rows of the weight to make at a time.
+
+        As many as fit the cache, but no fewer than give every multiprocessor a tile of the product; in equal parts.
+        """
+        in_cache = (self.tuning.dense_bytes or self.properties.cache_bytes) // (2 * k * DENSE_STEP) * DENSE_STEP
+        to_fill = -(-PRODUCT_TILE * self.properties.multiprocessors // m)
+        parts = max(1, min(-(-n // max(DENSE_STEP, in_cache)), n // to_fill))
+        return min(n, -(-n // (parts * DENSE_STEP)) * DENSE_STEP)
 
     def _write_rows(self, dense: Tensor, first: int, layer: Layer) -> None:
-        """Write the weight's rows from `first` on into `dense`, (count, in)."""
-        pointers = [operand.data_ptr() for operand in (layer.weight, layer.scale, layer.zero, dense)]
-        sizes = (first, dense.shape[0], layer.out_features, layer.in_features, layer.group_size)
-        with self._current():
-            self.library.run("gptqkit_dequantize", layer.bits, DTYPES[dense.dtype], *pointers, *sizes, self._stream())
-
-    def _current(self) -> AbstractContextManager[Any]:
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-
-    def _stream(self) -> int:
-        return int(torch._C._cuda_getCurrentRawStream(self.device.index)) if self.device.type == "cuda" else 0
+        """Write the weight's rows from `first` on into `dense`, (count, in); the device is the current one."""
+        stream = torch._C._cuda_getCurrentRawStream(self._index) if self._on_gpu else 0
+        self.library.run("dequantize", layer.address, dense.data_ptr(), first, dense.shape[0], stream)
 
 
 @cache
@@ -271,7 +343,8 @@ def launcher_for(device: torch.device) -> Launcher:
     if library is None:
         raise BackendError(reason)
     properties = torch.cuda.get_device_properties(device)
-    return Launcher(library, device, tuning_for(properties.name), properties.multi_processor_count)
+    found = Device(properties.multi_processor_count, properties.L2_cache_size)
+    return Launcher(library, device, tuning_for(properties.name), found)
 
 
 def implement(operators: torch.library.Library, key: str, find: Callable[[torch.device], Launcher]) -> None:

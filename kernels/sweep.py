@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,26 +36,32 @@ def _warn(reason: str) -> None:
     logging.getLogger("gptqkit").warning(message, reason)
 
 
+class Sweep(NamedTuple):
+    """The tensors of a sweep, as `gptqkit_sweep` of `csrc/api.h` takes them, contiguous and on one device."""
+
+    block: Tensor
+    inverse: Tensor
+    shift: Tensor | None
+    importance: Tensor | None
+    group: Tensor | None
+    scale: Tensor
+    zero: Tensor
+    codes: Tensor
+    values: Tensor
+
+
 def sweep_block(
-    library: KernelLibrary,
-    block: Tensor,
-    inverse: Tensor,
-    *,
-    shift: Tensor | None,
-    importance: Tensor | None,
-    group: Tensor | None,
-    group_size: int,
-    scale: Tensor,
-    zero: Tensor,
-    codes: Tensor,
-    values: Tensor,
-    bits: int,
-    sym: bool,
-    min_zero: int,
+    library: KernelLibrary, tensors: Sweep, *, group_size: int, bits: int, sym: bool, min_zero: int
 ) -> Tensor:
     """Round the columns of a block in turn, each one's error moved onto later ones.
 
-    `gptqkit_sweep` of `csrc/api.h` says what the tensors are and which of them are written; they lie on one device.
+    Args:
+        library: See `sweep_library`.
+        tensors: `block`, (columns, rows), `codes` and `values` are written; without `group`, `scale` and `zero` too.
+        group_size: Columns of a group whose grid is fitted here, where no `group` is given.
+        bits: Of the codes.
+        sym: Whether fitted zero points are fixed at 2^(bits-1).
+        min_zero: The least zero point that may be fitted.
 
     Returns:
         (w_i - q_i) / U_ii of every column i, (columns, rows) float32.
@@ -62,24 +69,24 @@ def sweep_block(
     Raises:
         ShapeError: A tensor is not contiguous, of another dtype or on another device, or the block is too wide.
     """
+    block = tensors.block
     columns, rows = block.shape
     if columns > MOST_COLUMNS:
         raise ShapeError(f"a block of {columns} columns does not fit into shared memory; take at most {MOST_COLUMNS}")
     scaled = torch.empty_like(block)
-    tensors = (block, inverse, shift, importance, group, scale, zero, codes, values, scaled)
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        dtype = torch.int32 if tensor is group else torch.uint8 if tensor is codes else torch.float32
-        if not tensor.is_contiguous() or tensor.device != block.device or tensor.dtype != dtype:
+    pointers = []
+    for name, tensor in (*tensors._asdict().items(), ("scaled", scaled)):
+        dtype = {"group": torch.int32, "codes": torch.uint8}.get(name, torch.float32)
+        if tensor is not None and not (
+            tensor.is_contiguous() and tensor.device == block.device and tensor.dtype == dtype
+        ):
             raise ShapeError(
-                f"the sweep got {tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}; "
-                f"it needs contiguous {dtype} on {block.device}"
+                f"the sweep got {name} of {tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}, on "
+                f"{tensor.device}; it needs contiguous {dtype} on {block.device}"
             )
-    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    settings = (columns, rows, group_size, bits, int(sym), min_zero)
+        pointers.append(None if tensor is None else tensor.data_ptr())
     on_gpu = block.device.type == "cuda"  # else the emulator
     with torch.cuda.device(block.device) if on_gpu else nullcontext():
         stream = torch.cuda.current_stream().cuda_stream if on_gpu else None
-        library.run("gptqkit_sweep", *pointers, *settings, stream)
+        library.run("sweep", *pointers, columns, rows, group_size, bits, int(sym), min_zero, stream)
     return scaled

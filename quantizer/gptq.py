@@ -12,7 +12,7 @@ from torch import Tensor
 from ..calibration.statistics import full_float32
 from ..errors import CalibrationError, NonFiniteError, ShapeError
 from ..kernels.library import KernelLibrary
-from ..kernels.sweep import MOST_COLUMNS, sweep_block, sweep_library
+from ..kernels.sweep import MOST_COLUMNS, Sweep, sweep_block, sweep_library
 from .config import QuantizeConfig
 from .factor import HessianFactor, factorize
 from .grid import GroupGrid, IntegerZeroPoint, Snap, fit_grid
@@ -254,22 +254,20 @@ class _Sweep:
         else:
             grids = [self.grids[group] for group in sorted(self.grids)]
             scale, zero = torch.stack([grid.scale for grid in grids]), torch.stack([grid.zero for grid in grids])
-        scaled = sweep_block(
-            library,
-            block,
-            inverse.contiguous(),
+        tensors = Sweep(
+            block=block,
+            inverse=inverse.contiguous(),
             shift=None if shift is None else shift.contiguous(),
             importance=importance[positions] if self.config.mse else None,
             group=None if inside else groups.to(torch.int32),
-            group_size=self.group_size,
             scale=scale,
             zero=zero,
             codes=self.codes[positions],
             values=self.values[positions],
-            bits=self.config.bits,
-            sym=self.config.sym,
-            min_zero=self.snap.least if isinstance(self.snap, IntegerZeroPoint) else 0,
         )
+        min_zero = self.snap.least if isinstance(self.snap, IntegerZeroPoint) else 0
+        bits, sym = self.config.bits, self.config.sym
+        scaled = sweep_block(library, tensors, group_size=self.group_size, bits=bits, sym=sym, min_zero=min_zero)
         for group, one, its_zero in zip(first.tolist() if inside else (), scale, zero, strict=False):
             self.grids[group] = GroupGrid(one, -(its_zero * one), 2**self.config.bits - 1)
         return scaled

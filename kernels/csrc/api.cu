@@ -2,7 +2,7 @@
 #include "api.h"
 #include "hardware.cuh"
 
-GPTQKIT_API int gptqkit_abi(void) { return 4; }
+GPTQKIT_API const char *gptqkit_sources(void) { return GPTQKIT_SOURCES; }
 
 GPTQKIT_API const char *gptqkit_error(int code) {
     switch (code) {
@@ -19,3 +19,5 @@ GPTQKIT_API const char *gptqkit_error(int code) {
 }
 
 GPTQKIT_API int gptqkit_versions(int *driver, int *built) { return runtime_versions(driver, built); }
+
+GPTQKIT_API int64_t gptqkit_user(void *stream) { return stream_user(stream); }

@@ -1,4 +1,4 @@
-// The C interface of the kernel library, version 4. It needs the CUDA driver and neither torch nor Python.
+// The C interface of the kernel library. It needs the CUDA driver and neither torch nor Python.
 //
 // A layer has N outputs, K inputs and G = ceil(K / group) groups of `group` neighbouring inputs. Its weight is
 //
@@ -9,8 +9,8 @@
 //
 // Packed form. Columns go in tiles of 64, inputs in steps of 16, four of which make one unit of 64 x 64 codes.
 //     weight  uint32 [ceil(N/64)][ceil(K/64)][bits][32][4]     what each lane of a warp reads, see layout.cuh
-//     scale   float16 [G][ceil(N/64) * 64]                     column 16i + 8h + c of a tile is at 8c + 2i + h
-//     zero    [G][ceil(N/64) * 64], in the same order          nibbles at 2 and 3 bits (two per byte, the first low),
+//     scale   float16 [G][ceil(N/64) * 64]
+//     zero    [G][ceil(N/64) * 64]                             nibbles at 2 and 3 bits (two per byte, the first low),
 //                                                              uint8 at 4 bits, uint16 at 8 bits, so that every zero
 //                                                              from 0 to 2^bits is exact
 // Padded codes, scales and zeros are 0.
@@ -39,8 +39,9 @@ enum gptqkit_code {
     GPTQKIT_FAULT = -7,         // emulator only: the kernel broke a rule of the hardware; the text says which
 };
 
-// The number of this interface: 4. A library with another number must not be called otherwise.
-GPTQKIT_API int gptqkit_abi(void);
+// The name of the sources that the library was built from (sources_hash of build.py). A library of others must not be
+// called: this interface has no other number.
+GPTQKIT_API const char *gptqkit_sources(void);
 
 // A text for a code, valid until the thread's next call.
 GPTQKIT_API const char *gptqkit_error(int code);
@@ -49,23 +50,35 @@ GPTQKIT_API const char *gptqkit_error(int code);
 // was built with. It runs where driver / 1000 >= built / 1000. The emulator gives 0 and 0.
 GPTQKIT_API int gptqkit_versions(int *driver, int *built);
 
-// What gptqkit_gemm needs for these sizes, at any bits and dtype: float32 elements of `workspace` (contents free) and
-// int32 elements of `locks` (0 before the first call, 0 after every call, so calls of one stream may share them).
-// Both are 0 when split is 1, and the pointers may then be NULL.
-GPTQKIT_API int gptqkit_workspace(int m, int n, int k, int split, int64_t *floats, int64_t *locks);
+// A number above 0 of the stream, which no other stream of the process gets even if it gets the handle; or one below 0
+// of the capture under way on it, which streams that it forked have, too; 0: the stream is none.
+GPTQKIT_API int64_t gptqkit_user(void *stream);
 
-// y = x WT + bias. x is [M, K] with rows ldx elements apart; x is 16-byte aligned and ldx a multiple of 8 (M = 1: any).
-// weight, scale and zero are 16-byte aligned. group is a multiple of 16, or at least k (one group per row). Each column
-// tile's inputs are shared by `split` blocks, whose float32 partial sums are added in a fixed order: equal calls give
-// equal bits. m = 0 does nothing.
-GPTQKIT_API int gptqkit_gemm(int bits, int dtype, const void *x, int64_t ldx, const uint32_t *weight, const void *scale,
-                             const void *zero, const void *bias /*[N] or NULL*/, void *y /*[M, N]*/, float *workspace,
-                             int32_t *locks, int m, int n, int k, int group, int split, void *stream);
+// A layer: its packed form, what its activations are, its sizes. weight, scale and zero are 16-byte aligned; group is a
+// multiple of 16, or at least k (one group per row).
+struct gptqkit_layer {
+    const uint32_t *weight;
+    const void *scale, *zero, *bias; // bias may be NULL
+    int32_t bits, dtype, n, k, group;
+};
+
+// The kernel for m tokens, as seven numbers: tokens and columns of the tile of y that a block makes; warps of a block
+// that share its inputs; locks per tile; threads, bytes of dynamic shared memory; blocks that one multiprocessor of the
+// current device holds at a time, which needs a device; the others are written without one.
+GPTQKIT_API int gptqkit_kernel(const struct gptqkit_layer *layer, int m, int32_t *numbers);
+
+// y = x WT + bias. x is [M, K] with rows ldx elements apart, a multiple of 8 (M = 1: any); y is [M, N rounded up to a
+// multiple of 8], zeros beyond N. The inputs of each tile of y are shared by `split` blocks, whose float32 sums
+// are added in a fixed order: equal calls give equal bits. If split is above 1 that takes, for each tile (tokens and
+// columns rounded up to whole ones), split * tokens * columns floats of `workspace`, of any contents, and the locks, 0
+// before the first call and after every one: calls of one stream may share them. All tensors are 16-byte aligned. m = 0
+// does nothing.
+GPTQKIT_API int gptqkit_gemm(const struct gptqkit_layer *layer, const void *x, int64_t ldx, void *y, float *workspace,
+                             int32_t *locks, int m, int split, void *stream);
 
 // Rows first ... first + count - 1 of W as dense [count, K], inputs in packed order: exact in float32, rounded once.
-// group is a multiple of 16, or at least k. dense is 8-byte aligned.
-GPTQKIT_API int gptqkit_dequantize(int bits, int dtype, const uint32_t *weight, const void *scale, const void *zero,
-                                   void *dense, int first, int count, int n, int k, int group, void *stream);
+// dense is 8-byte aligned.
+GPTQKIT_API int gptqkit_dequantize(const struct gptqkit_layer *layer, void *dense, int first, int count, void *stream);
 
 // One block of GPTQ's column sweep, see sweep.cu: all tensors float32 but group (int32) and codes (uint8), row-major.
 // block comes up to date and leaves as the weights when they were rounded; codes, values and scaled (w - q) / U are

@@ -48,7 +48,7 @@ template <class T, int BITS> KERNEL(kWarps *kLanes, 1) dequantize(DequantizeArgu
         for (int i = 0; i < 4; i++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const int row = tile * kTile + 16 * i + 8 * h + lane / 4 - a.first;
+                const int row = tile * kTile + 8 * (lane / 4) + 2 * i + h - a.first;
                 if (row < 0 || row >= a.count) continue;
                 store_global(reinterpret_cast<uint2 *>(a.dense + int64_t(row) * a.k + k), uint2{w[i][h], w[i][h + 2]});
             }
@@ -67,26 +67,23 @@ template <class T> int start(int bits, const DequantizeArguments &a, void *strea
 
 } // namespace
 
-GPTQKIT_API int gptqkit_dequantize(int bits, int dtype, const uint32_t *weight, const void *scale, const void *zero,
-                                   void *dense, int first, int count, int n, int k, int group, void *stream) {
-    if (int error = check_shape(bits, n, k)) return error;
-    if (int error = check_dtype(dtype)) return error;
-    if (first < 0 || count < 0 || int64_t(first) + count > n) return GPTQKIT_BAD_SHAPE;
-    if (group < 1 || (group < k && group % kStep)) return GPTQKIT_BAD_GROUP;
-    if (misaligned(weight, 16) || misaligned(scale, 16) || misaligned(zero, 16) || misaligned(dense, 8))
-        return GPTQKIT_BAD_ALIGNMENT;
-    if (count == 0 || k == 0) return GPTQKIT_OK;
-    const int units = tiles(k), last_tile = (first + count - 1) / 64;
-    const DequantizeArguments arguments{reinterpret_cast<const uint4 *>(weight),
-                                        static_cast<const uint16_t *>(scale),
-                                        zero,
+GPTQKIT_API int gptqkit_dequantize(const gptqkit_layer *layer, void *dense, int first, int count, void *stream) {
+    if (int error = check_layer(*layer)) return error;
+    if (first < 0 || count < 0 || int64_t(first) + count > layer->n) return GPTQKIT_BAD_SHAPE;
+    if (misaligned(dense, 8)) return GPTQKIT_BAD_ALIGNMENT;
+    if (count == 0 || layer->k == 0) return GPTQKIT_OK;
+    const int units = tiles(layer->k), last_tile = (first + count - 1) / 64;
+    const DequantizeArguments arguments{reinterpret_cast<const uint4 *>(layer->weight),
+                                        static_cast<const uint16_t *>(layer->scale),
+                                        layer->zero,
                                         static_cast<uint16_t *>(dense),
                                         first,
                                         count,
-                                        k,
-                                        group,
+                                        layer->k,
+                                        layer->group,
                                         units,
-                                        tiles(n),
+                                        tiles(layer->n),
                                         int64_t(last_tile - first / 64 + 1) * units};
-    return dtype == 0 ? start<Float16>(bits, arguments, stream) : start<BFloat16>(bits, arguments, stream);
+    return layer->dtype == 0 ? start<Float16>(layer->bits, arguments, stream)
+                             : start<BFloat16>(layer->bits, arguments, stream);
 }

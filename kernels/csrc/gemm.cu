@@ -8,104 +8,97 @@
 namespace {
 
 constexpr int kMaxSplit = 64;
-
-// The part of y that one block makes.
-struct Tile {
-    int tokens, columns;
-};
-
-Tile tile_for(int m) {
-    if (m <= 8) return {8, kTile};
-    if (m <= 16) return {16, kTile};
-    if (m <= 32) return {32, kLargeMColumns};
-    return {64, kLargeMColumns};
-}
-
-dim3 grid_for(int m, int n, int split) {
-    const Tile tile = tile_for(m);
-    return dim3(unsigned((int64_t(m) + tile.tokens - 1) / tile.tokens), unsigned(split),
-                unsigned((n + tile.columns - 1) / tile.columns));
-}
-
-constexpr int larger(int a, int b) { return a > b ? a : b; }
-
 // What the least of the architectures lets one block have, less a part for static variables.
 constexpr int kSharedLimit = 98 * 1024;
 
-template <class T, int BITS, int TOKENS> int start_small_m(const GemmArguments &a, dim3 grid, void *stream) {
-    constexpr int threads = kSmallMWarps<BITS, TOKENS> * kLanes;
-    constexpr int bytes =
-        larger(kSmallMRingBytes<BITS, TOKENS>, kSumBytes<kSmallMWarps<BITS, TOKENS>, 8 * TOKENS, kTile>);
-    static_assert(bytes <= kSharedLimit);
-    return a.group % kTile ? launch<gemm_small_m<T, BITS, TOKENS, true>>(grid, threads, bytes, stream, a)
-                           : launch<gemm_small_m<T, BITS, TOKENS, false>>(grid, threads, bytes, stream, a);
+// A kernel and what its launch takes.
+struct Kernel {
+    int (*start)(dim3, int, int, void *, const GemmArguments &);
+    int (*resident)(int, int, int *);
+    int (*add)(dim3, int, int, void *, const GemmArguments &); // adds the blocks' parts; null: the last block does
+    int tokens, columns;                                       // of the part of y that one block makes
+    int sharing;                                               // warps of a block that share its inputs
+    int warps, shared;
+};
+
+template <class T, int BITS, int TOKENS, bool FINE> Kernel small_m() {
+    constexpr int warps = kSmallMWarps<BITS, TOKENS>, shared = kSmallMRingBytes<BITS, TOKENS>;
+    constexpr auto kernel = gemm_small_m<T, BITS, TOKENS, FINE>;
+    static_assert(shared <= kSharedLimit);
+    return {launch<kernel, GemmArguments>, resident_blocks<kernel>, nullptr, TOKENS, kTile, warps, warps, shared};
 }
 
-template <class T, int BITS, int TOKENS> int start_large_m(const GemmArguments &a, dim3 grid, void *stream) {
-    constexpr int bytes = larger(kLargeMRingBytes<BITS, TOKENS>, kSumBytes<1, 8 * TOKENS, kLargeMColumns>);
-    static_assert(bytes <= kSharedLimit);
-    return launch<gemm_large_m<T, BITS, TOKENS>>(grid, kLargeMWarps * kLanes, bytes, stream, a);
+template <class T, int BITS, int TOKENS> Kernel large_m() {
+    constexpr int shared = kLargeMRingBytes<BITS, TOKENS>;
+    constexpr auto kernel = gemm_large_m<T, BITS, TOKENS>;
+    static_assert(shared <= kSharedLimit);
+    return {launch<kernel, GemmArguments>, resident_blocks<kernel>, launch<add_large_m<T, TOKENS>, GemmArguments>,
+            TOKENS, kLargeMColumns, 1, kLargeMWarps, shared};
 }
 
-template <class T, int BITS> int start(const GemmArguments &a, dim3 grid, void *stream) {
-    switch (tile_for(a.m).tokens) {
-    case 8: return start_small_m<T, BITS, 1>(a, grid, stream);
-    case 16: return start_small_m<T, BITS, 2>(a, grid, stream);
-    case 32: return start_large_m<T, BITS, 4>(a, grid, stream);
-    default: return start_large_m<T, BITS, 8>(a, grid, stream);
-    }
+template <class T, int BITS> Kernel kernel_for(int m, bool fine) {
+    if (m <= 8) return fine ? small_m<T, BITS, 8, true>() : small_m<T, BITS, 8, false>();
+    if (m <= 16) return fine ? small_m<T, BITS, 16, true>() : small_m<T, BITS, 16, false>();
+    return m <= 32 ? large_m<T, BITS, 32>() : large_m<T, BITS, 64>();
 }
 
-template <class T> int start(int bits, const GemmArguments &a, dim3 grid, void *stream) {
+template <class T> Kernel kernel_for(int bits, int m, bool fine) {
     switch (bits) {
-    case 2: return start<T, 2>(a, grid, stream);
-    case 3: return start<T, 3>(a, grid, stream);
-    case 4: return start<T, 4>(a, grid, stream);
-    default: return start<T, 8>(a, grid, stream);
+    case 2: return kernel_for<T, 2>(m, fine);
+    case 3: return kernel_for<T, 3>(m, fine);
+    case 4: return kernel_for<T, 4>(m, fine);
+    default: return kernel_for<T, 8>(m, fine);
     }
+}
+
+Kernel kernel_for(const gptqkit_layer &layer, int m) {
+    const bool fine = layer.group < layer.k && layer.group % kTile != 0; // groups end within units
+    return layer.dtype == 0 ? kernel_for<Float16>(layer.bits, m, fine) : kernel_for<BFloat16>(layer.bits, m, fine);
 }
 
 } // namespace
 
-GPTQKIT_API int gptqkit_workspace(int m, int n, int k, int split, int64_t *floats, int64_t *locks) {
-    if (int error = check_shape(4, n, k)) return error;
-    if (m < 0) return GPTQKIT_BAD_SHAPE;
-    if (split < 1 || split > kMaxSplit) return GPTQKIT_BAD_SPLIT;
-    const Tile tile = tile_for(m);
-    const dim3 grid = grid_for(m, n, split);
-    *locks = split == 1 ? 0 : int64_t(grid.x) * grid.z;
-    *floats = *locks * split * tile.tokens * tile.columns;
-    return GPTQKIT_OK;
+GPTQKIT_API int gptqkit_kernel(const gptqkit_layer *layer, int m, int32_t *numbers) {
+    if (int error = check_layer(*layer)) return error;
+    const Kernel kernel = kernel_for(*layer, m);
+    const int threads = kernel.warps * kLanes;
+    const int known[] = {kernel.tokens, kernel.columns, kernel.sharing, kernel.add ? 0 : 1, threads, kernel.shared};
+    for (int number : known) *numbers++ = number;
+    return kernel.resident(threads, kernel.shared, numbers);
 }
 
-GPTQKIT_API int gptqkit_gemm(int bits, int dtype, const void *x, int64_t ldx, const uint32_t *weight, const void *scale,
-                             const void *zero, const void *bias, void *y, float *workspace, int32_t *locks, int m,
-                             int n, int k, int group, int split, void *stream) {
-    if (int error = check_shape(bits, n, k)) return error;
-    if (int error = check_dtype(dtype)) return error;
+GPTQKIT_API int gptqkit_gemm(const gptqkit_layer *layer, const void *x, int64_t ldx, void *y, float *workspace,
+                             int32_t *locks, int m, int split, void *stream) {
+    if (int error = check_layer(*layer)) return error;
+    const int n = layer->n, k = layer->k;
     if (m < 0 || k == 0) return GPTQKIT_BAD_SHAPE;
-    if (group < 1 || (group < k && group % kStep)) return GPTQKIT_BAD_GROUP;
-    if (split < 1 || split > kMaxSplit || (split > 1 && (!workspace || !locks))) return GPTQKIT_BAD_SPLIT;
-    if (misaligned(x, 16) || (m > 1 && ldx % 8) || misaligned(weight, 16) || misaligned(scale, 16) ||
-        misaligned(zero, 16))
+    if (split < 1 || split > kMaxSplit) return GPTQKIT_BAD_SPLIT;
+    if (misaligned(x, 16) || (m > 1 && ldx % 8) || misaligned(y, 16) || misaligned(workspace, 16))
         return GPTQKIT_BAD_ALIGNMENT;
     if (m == 0 || n == 0) return GPTQKIT_OK;
-    GemmArguments arguments{static_cast<const uint16_t *>(x),
-                            ldx,
-                            reinterpret_cast<const uint4 *>(weight),
-                            static_cast<const uint16_t *>(scale),
-                            zero,
-                            static_cast<const uint16_t *>(bias),
-                            static_cast<uint16_t *>(y),
-                            workspace,
-                            locks,
-                            m,
-                            n,
-                            k,
-                            group,
-                            tiles(k),
-                            tiles(n)};
-    if (group >= k) arguments.group = arguments.units * kTile; // whole units: no groups to close within one
-    const dim3 grid = grid_for(m, n, split);
-    return dtype == 0 ? start<Float16>(bits, arguments, grid, stream) : start<BFloat16>(bits, arguments, grid, stream);
+    const Kernel kernel = kernel_for(*layer, m);
+    if (split > 1 && (!workspace || (!kernel.add && !locks))) return GPTQKIT_BAD_SPLIT;
+    const int units = tiles(k);
+    const GemmArguments arguments{static_cast<const uint16_t *>(x),
+                                  ldx,
+                                  reinterpret_cast<const uint4 *>(layer->weight),
+                                  static_cast<const uint16_t *>(layer->scale),
+                                  layer->zero,
+                                  static_cast<const uint16_t *>(layer->bias),
+                                  static_cast<uint4 *>(y),
+                                  reinterpret_cast<float4 *>(workspace),
+                                  locks,
+                                  m,
+                                  n,
+                                  k,
+                                  layer->group < k ? layer->group : units * kTile, // one group: whole units
+                                  units,
+                                  tiles(n),
+                                  split};
+    const dim3 grid(unsigned((int64_t(m) + kernel.tokens - 1) / kernel.tokens), unsigned(split),
+                    unsigned((n + kernel.columns - 1) / kernel.columns));
+    const int threads = kernel.warps * kLanes;
+    if (int error = kernel.start(grid, threads, kernel.shared, stream, arguments)) return error;
+    if (split == 1 || !kernel.add) return GPTQKIT_OK;
+    return kernel.add(dim3(grid.x, unsigned(kernel.tokens / 4), grid.z), threads, 0, stream, arguments);
 }

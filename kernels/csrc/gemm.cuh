@@ -1,4 +1,6 @@
-// What the kernels share: grids, and for the two gemm kernels their arguments and the way from a block's sums to y.
+// What the kernels share: grids, and for the two gemm kernels their arguments and the way from sums to y.
+//
+// On that way move only tokens below M, and vectors of eight columns that begin below N.
 #pragma once
 
 #include "fragments.cuh"
@@ -10,10 +12,10 @@ struct GemmArguments {
     const uint16_t *scale; // float16
     const void *zero;
     const uint16_t *bias; // may be null
-    uint16_t *y;
-    float *workspace; // [split][column tile][token tile][tokens of a tile][columns of a tile]
-    int *locks;       // [column tile][token tile]
-    int m, n, k, group, units, column_tiles;
+    uint4 *y;             // eight columns each
+    float4 *workspace; // see part_of
+    int *locks;        // [column tile][token tile]
+    int m, n, k, group, units, column_tiles, split;
 };
 
 // A lane's eight scales and zeros of one group, as they lie in memory.
@@ -29,7 +31,7 @@ template <int BITS> struct GridWords {
     }
 };
 
-// The grid of `group` for the lane that holds columns c, c + 8 ... of column tile `tile`; `a` has scale, zero and
+// The grid of `group` for the lane that holds columns 8c to 8c + 7 of column tile `tile`; `a` has scale, zero and
 // column_tiles.
 template <int BITS, class Arguments> DEVICE GridWords<BITS> load_grid(const Arguments &a, int group, int tile, int c) {
     const int64_t place = (int64_t(group) * a.column_tiles + tile) * kTile + 8 * c;
@@ -49,55 +51,65 @@ template <int BITS, class Arguments> DEVICE GridWords<BITS> load_grid(const Argu
     return words;
 }
 
-// Where element (token, column) of part `part` of a block's sums lies in shared memory. Rows are four floats longer
-// than they need to be: then the eight columns and four tokens that a warp writes at once fall into 32 different banks.
-template <int TOKENS, int COLUMNS> DEVICE int sum_place(int part, int token, int column) {
-    return (part * TOKENS + token) * (COLUMNS + 4) + column;
+// Rows of a fragment of sums: element (i, m, e) of a thread belongs to token 8m + 2t + (e & 1) and to column
+// 8c + 2i + (e >> 1) of the warp's tile, so that a thread has eight neighbouring columns of each of its tokens.
+template <int FRAGMENTS> DEVICE void rows_of(const float (&sum)[4][FRAGMENTS][4], float (&row)[2 * FRAGMENTS][8]) {
+#pragma unroll
+    for (int r = 0; r < 2 * FRAGMENTS; r++)
+#pragma unroll
+        for (int column = 0; column < 8; column++) row[r][column] = sum[column / 2][r / 2][2 * (column % 2) + r % 2];
 }
-template <int PARTS, int TOKENS, int COLUMNS> constexpr int kSumBytes =
-    PARTS * TOKENS * (COLUMNS + 4) * int(sizeof(float));
+DEVICE int token_of_row(int r, int t) { return 8 * (r / 2) + 2 * t + r % 2; }
 
-// Adds the block's PARTS partial tiles, then the tiles of all blocks (blockIdx.y) that share the tile of y, and stores
-// it. Whichever block arrives last adds all of them in their order, so the result does not depend on who that is. All
-// threads of the block must call this, with `sums` written and visible.
-template <class T, int PARTS, int TOKENS, int COLUMNS, int THREADS>
-DEVICE void store_tile(const float *sums, const GemmArguments &a) {
-    STATIC_SHARED(bool, last);
-    const int thread = threadIdx.x, blocks = gridDim.y;
-    const int token0 = int(blockIdx.x) * TOKENS, column0 = int(blockIdx.z) * COLUMNS;
-    const int64_t tile = int64_t(blockIdx.z) * gridDim.x + blockIdx.x;
-    const int64_t plane = int64_t(gridDim.z) * gridDim.x * (TOKENS * COLUMNS);
-    const int64_t mine = tile * (TOKENS * COLUMNS);
-    auto store = [&](int token, int column, float value) {
-        if (token0 + token >= a.m || column0 + column >= a.n) return;
-        if (a.bias) value += to_float<T>(load_constant(a.bias + column0 + column));
-        store_global(a.y + int64_t(token0 + token) * a.n + column0 + column, from_float<T>(value));
-    };
-    for (int element = thread; element < TOKENS * COLUMNS; element += THREADS) {
-        const int token = element / COLUMNS, column = element % COLUMNS;
-        float sum = load_shared(sums + sum_place<TOKENS, COLUMNS>(0, token, column));
-        for (int part = 1; part < PARTS; part++)
-            sum += load_shared(sums + sum_place<TOKENS, COLUMNS>(part, token, column));
-        if (blocks == 1)
-            store(token, column, sum);
-        else
-            store_for_blocks(a.workspace + plane * blockIdx.y + mine + element, sum);
-    }
-    if (blocks == 1) return;
-    device_fence();
-    block_barrier();
-    if (thread == 0) {
-        const bool all_others_came = fetch_add(a.locks + tile, 1) == blocks - 1;
-        store_shared(last, all_others_came);
-        if (all_others_came) store_global(a.locks + tile, 0);
-    }
-    block_barrier();
-    if (!load_shared(last)) return;
-    device_fence();
-    for (int element = thread; element < TOKENS * COLUMNS; element += THREADS) {
-        float sum = 0;
-        for (int block = 0; block < blocks; block++)
-            sum += load_from_blocks(a.workspace + plane * block + mine + element);
-        store(element / COLUMNS, element % COLUMNS, sum);
+DEVICE void add(float (&row)[8], const float4 &low, const float4 &high) {
+    row[0] += low.x, row[1] += low.y, row[2] += low.z, row[3] += low.w;
+    row[4] += high.x, row[5] += high.y, row[6] += high.z, row[7] += high.w;
+}
+
+// Sums that blocks leave for each other, [tile of y][split][row of a thread][half a row][thread], in the order that
+// puts a warp's vectors of one token side by side: then few tokens fill whole sectors.
+template <int ROWS, int THREADS> DEVICE float4 *part_of(const GemmArguments &a, int64_t tile, int block, int r) {
+    const int lane = threadIdx.x % kLanes, place = threadIdx.x - lane + lane % 4 * 8 + lane / 4;
+    return a.workspace + ((tile * a.split + block) * ROWS + r) * (2 * THREADS) + place;
+}
+
+// Adds all blocks' parts of a row in their order, eight loads under way. LOAD reads a vector.
+template <int ROWS, int THREADS, class Load>
+DEVICE void add_parts(float (&row)[8], const GemmArguments &a, int64_t tile, int r, Load load) {
+    constexpr int kBlocks = 4;
+#pragma unroll 1
+    for (int block = 0; block < a.split; block += kBlocks) {
+        float4 low[kBlocks] = {}, high[kBlocks] = {};
+#pragma unroll
+        for (int b = 0; b < kBlocks; b++)
+            if (block + b < a.split) {
+                const float4 *const source = part_of<ROWS, THREADS>(a, tile, block + b, r);
+                low[b] = load(source);
+                high[b] = load(source + THREADS);
+            }
+#pragma unroll
+        for (int b = 0; b < kBlocks; b++) add(row, low[b], high[b]);
     }
 }
+
+// The bias of eight columns, which may lie at any address.
+template <class T> DEVICE void load_bias(const GemmArguments &a, int column, float (&bias)[8]) {
+#pragma unroll
+    for (int e = 0; e < 8; e++)
+        bias[e] = a.bias && column + e < a.n ? to_float<T>(load_constant(a.bias + column + e)) : 0.f;
+}
+
+// Eight columns of y from `column` on, rounded once.
+template <class T>
+DEVICE void store_row(const float (&row)[8], const float (&bias)[8], const GemmArguments &a, int token, int column) {
+    uint32_t pair[4];
+#pragma unroll
+    for (int p = 0; p < 4; p++)
+        pair[p] = pair_from_floats<T>(row[2 * p] + bias[2 * p], row[2 * p + 1] + bias[2 * p + 1]);
+    store_global(a.y + token * int64_t((a.n + 7) / 8) + column / 8, uint4{pair[0], pair[1], pair[2], pair[3]});
+}
+
+DEVICE float4 half_of(const float (&row)[8], int half) {
+    return {row[4 * half], row[4 * half + 1], row[4 * half + 2], row[4 * half + 3]};
+}
+DEVICE int64_t tile_of_y() { return int64_t(blockIdx.z) * gridDim.x + blockIdx.x; }

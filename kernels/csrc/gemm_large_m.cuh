@@ -3,14 +3,14 @@
 // Formula. Operands are dequantized in registers, (code - zero) * scale rounded once to the dtype: the weight that
 //     gptqkit_dequantize gives, so y is what a dense gemm with it computes (weights.cuh).
 // Operands. As in gemm_small_m.cuh: W is the 16-row operand, x the 8-column one.
-// Grid (token tiles of 8 * TOKENS, split, column tiles of 256), block of 4 warps, one per 64 columns. The units are
+// Grid (token tiles of TOKENS, split, column tiles of 256), block of 4 warps, one per 64 columns. The units are
 //     dealt to the blocks of a column tile in contiguous runs. Per unit a block copies 64 inputs of all its tokens to
 //     shared memory, for all warps, and every thread its own vectors of the weight; one barrier per unit says that the
 //     tokens are there. Token rows lie 160 bytes apart there: then the eight bytes per lane of half a warp fall into
 //     32 different banks.
 // Preconditions and layouts as in gemm_small_m.cuh; any `group` that is a multiple of 16.
 // Numerics: products exact, one float32 sum per element over the block's inputs, those of blocks added in a fixed
-//     order; y is rounded once.
+//     order by add_large_m, which follows where there are several; y is rounded once.
 #pragma once
 
 #include "weights.cuh"
@@ -18,19 +18,23 @@
 constexpr int kLargeMWarps = 4;
 constexpr int kLargeMColumns = kLargeMWarps * kTile;
 constexpr int kTokenRow = 160; // bytes
-template <int BITS> constexpr int kLargeMStages = BITS == 8 ? 3 : 4;
-template <int BITS> constexpr int kLargeMWeightBytes = kLargeMStages<BITS> * BITS * kLargeMWarps * kLanes * 16;
+template <int TOKENS> constexpr int kLargeMRows = TOKENS / 4; // of a thread, see rows_of
+// So few that the smaller kernels fit twice where a multiprocessor has 100 KB.
+template <int BITS, int TOKENS> constexpr int kLargeMStages = BITS == 2 && TOKENS == 32 ? 4 : 3;
+template <int BITS, int TOKENS> constexpr int kLargeMWeightBytes =
+    kLargeMStages<BITS, TOKENS> * BITS * kLargeMWarps * kLanes * 16;
 template <int BITS, int TOKENS> constexpr int kLargeMRingBytes =
-    kLargeMWeightBytes<BITS> + kLargeMStages<BITS> * 8 * TOKENS * kTokenRow;
+    kLargeMWeightBytes<BITS, TOKENS> + kLargeMStages<BITS, TOKENS> * TOKENS * kTokenRow;
 
 template <class T, int BITS, int TOKENS> KERNEL(kLargeMWarps *kLanes, 2) gemm_large_m(const GemmArguments a) {
-    constexpr int kThreads = kLargeMWarps * kLanes, kStages = kLargeMStages<BITS>;
+    constexpr int kThreads = kLargeMWarps * kLanes, kStages = kLargeMStages<BITS, TOKENS>;
+    constexpr int kFragments = TOKENS / 8; // of x, a lane's part of eight tokens each
     // Of 16 bytes: in a row of tokens, for every thread.
-    constexpr int kPieces = kTile * 2 / 16, kCopies = 8 * TOKENS * kPieces / kThreads;
+    constexpr int kPieces = kTile * 2 / 16, kCopies = TOKENS * kPieces / kThreads;
     DYNAMIC_SHARED(uint4, ring);
-    unsigned char *const token_ring = reinterpret_cast<unsigned char *>(ring) + kLargeMWeightBytes<BITS>;
+    unsigned char *const token_ring = reinterpret_cast<unsigned char *>(ring) + kLargeMWeightBytes<BITS, TOKENS>;
     const int thread = threadIdx.x, lane = thread % kLanes, warp = thread / kLanes, c = lane / 4, t = lane % 4;
-    const int token0 = int(blockIdx.x) * 8 * TOKENS, parts = gridDim.y, part = blockIdx.y;
+    const int token0 = int(blockIdx.x) * TOKENS, parts = gridDim.y, part = blockIdx.y;
     const int first = int(int64_t(a.units) * part / parts), end = int(int64_t(a.units) * (part + 1) / parts);
     // Warps and tokens beyond the edges repeat the last tile and row: what they compute is never stored.
     const int own_tile = int(blockIdx.z) * kLargeMWarps + warp;
@@ -57,7 +61,7 @@ template <class T, int BITS, int TOKENS> KERNEL(kLargeMWarps *kLanes, 2) gemm_la
             if (k + 8 * piece < a.k) {
 #pragma unroll
                 for (int r = 0; r < kCopies; r++)
-                    copy_async(token_slots + (stage_to_copy * 8 * TOKENS + r * (kThreads / kPieces)) * kTokenRow,
+                    copy_async(token_slots + (stage_to_copy * TOKENS + r * (kThreads / kPieces)) * kTokenRow,
                                rows[r] + k);
             }
         }
@@ -75,7 +79,7 @@ template <class T, int BITS, int TOKENS> KERNEL(kLargeMWarps *kLanes, 2) gemm_la
         if (++group < groups) grid = load_grid<BITS>(a, group, tile, c); // for the next time
     };
 
-    float total[4][TOKENS][4] = {};
+    float total[4][kFragments][4] = {};
 #pragma unroll
     for (int s = 0; s < kStages - 1; s++) copy_next();
     if (first < end) open_group();
@@ -89,7 +93,7 @@ template <class T, int BITS, int TOKENS> KERNEL(kLargeMWarps *kLanes, 2) gemm_la
             const uint4 vector = load_shared(slots + (stage * BITS + v) * kThreads);
             word[4 * v] = vector.x, word[4 * v + 1] = vector.y, word[4 * v + 2] = vector.z, word[4 * v + 3] = vector.w;
         }
-        const unsigned char *const tokens_here = token_ring + (stage * 8 * TOKENS + c) * kTokenRow + 8 * t;
+        const unsigned char *const tokens_here = token_ring + (stage * TOKENS + c) * kTokenRow + 8 * t;
 #pragma unroll
         for (int j = 0; j < kSteps; j++) {
             if (j >= kSteps / 2 && unit * kTile + kStep * j >= a.k) break; // half a unit, the last one
@@ -101,7 +105,7 @@ template <class T, int BITS, int TOKENS> KERNEL(kLargeMWarps *kLanes, 2) gemm_la
             uint32_t w[4][4];
             weights.make(word + j * BITS, w);
 #pragma unroll
-            for (int m = 0; m < TOKENS; m++) {
+            for (int m = 0; m < kFragments; m++) {
                 const uint2 x =
                     load_shared(reinterpret_cast<const uint2 *>(tokens_here + 8 * m * kTokenRow + 2 * kStep * j));
                 const uint32_t tokens[2] = {x.x, x.y};
@@ -113,17 +117,35 @@ template <class T, int BITS, int TOKENS> KERNEL(kLargeMWarps *kLanes, 2) gemm_la
     }
 
     copy_wait<0>();
-    block_barrier(); // the ring becomes the place of the sums
-    float *const sums = reinterpret_cast<float *>(ring);
+    constexpr int kRows = kLargeMRows<TOKENS>;
+    float sums[kRows][8], bias[8];
+    rows_of(total, sums);
+    const int column = own_tile * kTile + 8 * c;
+    load_bias<T>(a, column, bias);
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-#pragma unroll
-        for (int m = 0; m < TOKENS; m++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                store_shared(sums + sum_place<8 * TOKENS, kLargeMColumns>(0, 8 * m + 2 * t + (e & 1),
-                                                                        kTile * warp + 16 * i + 8 * (e >> 1) + c),
-                             total[i][m][e]);
-    block_barrier();
-    store_tile<T, 1, 8 * TOKENS, kLargeMColumns, kThreads>(sums, a);
+    for (int r = 0; r < kRows; r++) {
+        const int token = token0 + token_of_row(r, t);
+        if (token >= a.m || column >= a.n) continue;
+        if (a.split == 1) {
+            store_row<T>(sums[r], bias, a, token, column);
+        } else {
+            float4 *const target = part_of<kRows, kThreads>(a, tile_of_y(), blockIdx.y, r);
+            store_global(target, half_of(sums[r], 0));
+            store_global(target + kThreads, half_of(sums[r], 1));
+        }
+    }
+}
+
+// Adds the parts that the blocks of gemm_large_m left, after it: its tiles are so large that one block each would take
+// longer than all blocks of another launch. Grid (token tiles, rows of a thread, column tiles), blocks as there.
+template <class T, int TOKENS> KERNEL(kLargeMWarps *kLanes, 4) add_large_m(const GemmArguments a) {
+    const int lane = threadIdx.x % kLanes, r = blockIdx.y;
+    const int token = int(blockIdx.x) * TOKENS + token_of_row(r, lane % 4);
+    const int column = (int(blockIdx.z) * kLargeMWarps + threadIdx.x / kLanes) * kTile + 8 * (lane / 4);
+    if (token >= a.m || column >= a.n) return;
+    float row[8] = {}, bias[8];
+    load_bias<T>(a, column, bias);
+    add_parts<kLargeMRows<TOKENS>, kLargeMWarps * kLanes>(
+        row, a, tile_of_y(), r, [](const float4 *source) { return load_constant(source); });
+    store_row<T>(row, bias, a, token, column);
 }

@@ -8,7 +8,7 @@
 //     ones, so asymmetric grids cost what symmetric ones cost and no product zero * scale is ever rounded.
 // Operands. W is the 16-row operand of the tensor cores and x the 8-column one: one token wastes 7/8 of idle cores
 //     instead of 15/16. Layouts: layout.cuh; x [M, K] rows ldx apart; y [M, N].
-// Grid (token tiles of 8 * TOKENS, split, column tiles of 64), block of 8 or 4 warps. The units of a column tile are
+// Grid (token tiles of TOKENS, split, column tiles of 64), block of 8 or 4 warps. The units of a column tile are
 //     dealt to the warps of its blocks in contiguous runs. Each thread copies its own pieces of weight and x into a
 //     ring in shared memory and reads back only its own: the loop has no barrier and waits for nothing that was not
 //     asked for two or three units earlier. Token tiles are the fastest index: they share the weight in L2.
@@ -24,23 +24,24 @@
 #include "gemm.cuh"
 
 // Sixteen tokens and eight bits need more registers: fewer warps share a multiprocessor, as many as fit without spills.
-template <int BITS, int TOKENS> constexpr int kSmallMWarps = TOKENS == 1 && BITS < 8 ? 8 : 4;
-template <int BITS, int TOKENS> constexpr int kSmallMBlocks = (TOKENS == 1) == (BITS == 8) ? 3 : 2;
+template <int BITS, int TOKENS> constexpr int kSmallMWarps = TOKENS == 8 && BITS < 8 ? 8 : 4;
+template <int BITS, int TOKENS> constexpr int kSmallMBlocks = (TOKENS == 8) == (BITS == 8) ? 3 : 2;
 template <int BITS> constexpr int kSmallMStages = BITS == 2 ? 4 : 3; // the smallest units need the most under way
 template <int BITS, int TOKENS> constexpr int kSmallMCodeBytes =
     kSmallMStages<BITS> * BITS * kSmallMWarps<BITS, TOKENS> * kLanes * 16;
 template <int BITS, int TOKENS> constexpr int kSmallMRingBytes =
-    kSmallMCodeBytes<BITS, TOKENS> + kSmallMStages<BITS> * kSteps * TOKENS * kSmallMWarps<BITS, TOKENS> * kLanes * 8;
+    kSmallMCodeBytes<BITS, TOKENS> + kSmallMStages<BITS> * kSteps * TOKENS * kSmallMWarps<BITS, TOKENS> * kLanes;
 
 template <class T, int BITS, int TOKENS, bool FINE>
 KERNEL(kSmallMWarps<BITS, TOKENS> *kLanes, kSmallMBlocks<BITS, TOKENS>)
 gemm_small_m(const GemmArguments a) {
     // Subnormal operands save an instruction each. If some GPU is slow at them, kBiased = true is the way out.
     using Operands = Fragments<T, BITS, false>;
-    constexpr int kWarps = kSmallMWarps<BITS, TOKENS>, kThreads = kWarps * kLanes, kStages = kSmallMStages<BITS>;
+    constexpr int kWarps = kSmallMWarps<BITS, TOKENS>, kThreads = kWarps * kLanes, kStages = kSmallMStages<BITS>,
+                  kFragments = TOKENS / 8; // of x, a lane's part of eight tokens each
     DYNAMIC_SHARED(uint4, ring);
     const int thread = threadIdx.x, lane = thread % kLanes, warp = thread / kLanes, c = lane / 4, t = lane % 4;
-    const int tile = blockIdx.z, token0 = int(blockIdx.x) * 8 * TOKENS;
+    const int tile = blockIdx.z, token0 = int(blockIdx.x) * TOKENS;
     const int parts = int(gridDim.y) * kWarps, part = int(blockIdx.y) * kWarps + warp;
     const int first = int(int64_t(a.units) * part / parts), end = int(int64_t(a.units) * (part + 1) / parts);
 
@@ -48,10 +49,10 @@ gemm_small_m(const GemmArguments a) {
     uint4 *const slots = ring + thread;
     // Tokens beyond M are zeros: their columns of y are never stored.
     uint2 *const x_slots = reinterpret_cast<uint2 *>(ring + kSmallMCodeBytes<BITS, TOKENS> / 16) + thread;
-    const uint16_t *x_source[TOKENS];
-    int x_bytes[TOKENS];
+    const uint16_t *x_source[kFragments];
+    int x_bytes[kFragments];
 #pragma unroll
-    for (int m = 0; m < TOKENS; m++) {
+    for (int m = 0; m < kFragments; m++) {
         const int token = token0 + 8 * m + c;
         x_source[m] = a.x + (token < a.m ? token : 0) * a.ldx + first * kTile + 4 * t;
         x_bytes[m] = token < a.m ? 8 : 0;
@@ -65,10 +66,10 @@ gemm_small_m(const GemmArguments a) {
             source += BITS * kLanes;
             const bool whole = unit_to_copy * kTile + kTile / 2 < a.k; // K is a multiple of half a unit
 #pragma unroll
-            for (int m = 0; m < TOKENS; m++) {
+            for (int m = 0; m < kFragments; m++) {
 #pragma unroll
                 for (int j = 0; j < kSteps; j++)
-                    copy_async_or_zero(x_slots + ((stage_to_copy * TOKENS + m) * kSteps + j) * kThreads,
+                    copy_async_or_zero(x_slots + ((stage_to_copy * kFragments + m) * kSteps + j) * kThreads,
                                        x_source[m] + kStep * j, j < kSteps / 2 || whole ? x_bytes[m] : 0);
                 x_source[m] += kTile;
             }
@@ -78,7 +79,7 @@ gemm_small_m(const GemmArguments a) {
         stage_to_copy = stage_to_copy + 1 == kStages ? 0 : stage_to_copy + 1;
     };
 
-    float total[4][TOKENS][4] = {}, sum[4][TOKENS][4] = {}, sum_x[TOKENS][4] = {};
+    float total[4][kFragments][4] = {}, sum[4][kFragments][4] = {}, sum_x[kFragments][4] = {};
     const uint32_t ones[4] = {kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>, kPairOfOnes<T>};
     const int group_steps = a.group / kStep, groups = (a.k + a.group - 1) / a.group;
     int group = first * kTile / a.group, steps_left = (group + 1) * group_steps - first * kSteps;
@@ -92,7 +93,7 @@ gemm_small_m(const GemmArguments a) {
                 const float scale = grid.scale_at(i, h);
                 const float zero = Operands::value(grid.zero_at(i, h), Operands::place(i, h));
 #pragma unroll
-                for (int m = 0; m < TOKENS; m++)
+                for (int m = 0; m < kFragments; m++)
 #pragma unroll
                     for (int e = 2 * h; e < 2 * h + 2; e++) {
                         total[i][m][e] = fmaf(scale, fmaf(-zero, sum_x[m][e], sum[i][m][e]), total[i][m][e]);
@@ -100,7 +101,7 @@ gemm_small_m(const GemmArguments a) {
                     }
             }
 #pragma unroll
-        for (int m = 0; m < TOKENS; m++) sum_x[m][0] = sum_x[m][1] = sum_x[m][2] = sum_x[m][3] = 0;
+        for (int m = 0; m < kFragments; m++) sum_x[m][0] = sum_x[m][1] = sum_x[m][2] = sum_x[m][3] = 0;
     };
     auto next_group = [&] {
         steps_left = group_steps;
@@ -118,14 +119,14 @@ gemm_small_m(const GemmArguments a) {
             const uint4 vector = load_shared(slots + (stage * BITS + v) * kThreads);
             word[4 * v] = vector.x, word[4 * v + 1] = vector.y, word[4 * v + 2] = vector.z, word[4 * v + 3] = vector.w;
         }
-        const uint2 *const x_here = x_slots + stage * TOKENS * kSteps * kThreads;
+        const uint2 *const x_here = x_slots + stage * kFragments * kSteps * kThreads;
         stage = stage + 1 == kStages ? 0 : stage + 1;
 #pragma unroll
         for (int j = 0; j < kSteps; j++) {
             uint32_t w[4][4];
             Operands::operands(word + j * BITS, w);
 #pragma unroll
-            for (int m = 0; m < TOKENS; m++) {
+            for (int m = 0; m < kFragments; m++) {
                 const uint2 x = load_shared(x_here + (m * kSteps + j) * kThreads);
                 const uint32_t tokens[2] = {x.x, x.y};
                 multiply_add<T>(sum_x[m], ones, tokens);
@@ -143,19 +144,60 @@ gemm_small_m(const GemmArguments a) {
     }
     add_sums();
 
-    copy_wait<0>();
-    block_barrier(); // the ring becomes the place of the sums
-    float *const sums = reinterpret_cast<float *>(ring);
+    // The warps' parts, in shared memory: warp r adds up row r of all.
+    constexpr int kRows = 2 * kFragments;
+    static_assert(kRows <= kWarps && kWarps * kRows * 2 * kLanes * 16 <= kSmallMRingBytes<BITS, TOKENS>);
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
-        for (int m = 0; m < TOKENS; m++)
+        for (int m = 0; m < kFragments; m++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const float step = Operands::unit * (1 << Operands::place(i, e >> 1));
-                const int token = 8 * m + 2 * t + (e & 1), column = 16 * i + 8 * (e >> 1) + c;
-                store_shared(sums + sum_place<8 * TOKENS, kTile>(warp, token, column), total[i][m][e] * (1 / step));
-            }
+            for (int e = 0; e < 4; e++) total[i][m][e] *= 1 / (Operands::unit * (1 << Operands::place(i, e >> 1)));
+    float rows[kRows][8];
+    rows_of(total, rows);
+    copy_wait<0>();
+    block_barrier(); // the ring becomes the place of the parts
+    float4 *const corner = reinterpret_cast<float4 *>(ring) + lane;
+#pragma unroll
+    for (int r = 0; r < kRows; r++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            store_shared(corner + ((warp * kRows + r) * 2 + half) * kLanes, half_of(rows[r], half));
     block_barrier();
-    store_tile<T, kWarps, 8 * TOKENS, kTile, kThreads>(sums, a);
+    const int token = token0 + token_of_row(warp, t), column = tile * kTile + 8 * c;
+    const bool mine = warp < kRows && token < a.m && column < a.n;
+    float row[8] = {}, bias[8];
+    load_bias<T>(a, column, bias);
+    if (mine)
+#pragma unroll
+        for (int w = 0; w < kWarps; w++) {
+            const float4 *const source = corner + (w * kRows + warp) * 2 * kLanes;
+            add(row, load_shared(source), load_shared(source + kLanes));
+        }
+    if (a.split > 1) {
+        // The blocks' parts, in the workspace: whichever block comes last adds all of them in their order, so that the
+        // result does not depend on who that is.
+        constexpr int kOwners = kRows * kLanes; // threads that have a row
+        STATIC_SHARED(bool, last);
+        const int64_t place = tile_of_y();
+        if (mine) {
+            float4 *const target = part_of<1, kOwners>(a, place, blockIdx.y, 0);
+            store_for_blocks(target, half_of(row, 0));
+            store_for_blocks(target + kOwners, half_of(row, 1));
+        }
+        block_barrier();
+        if (thread == 0) {
+            device_fence(); // for the whole block: the barriers pass it on
+            const bool all_others_came = fetch_add(a.locks + place, 1) == a.split - 1;
+            device_fence();
+            store_shared(last, all_others_came);
+            if (all_others_came) store_global(a.locks + place, 0);
+        }
+        block_barrier();
+        if (!load_shared(last) || !mine) return;
+#pragma unroll
+        for (int e = 0; e < 8; e++) row[e] = 0;
+        add_parts<1, kOwners>(row, a, place, 0, [](const float4 *source) { return load_from_blocks(source); });
+    }
+    if (mine) store_row<T>(row, bias, a, token, column);
 }

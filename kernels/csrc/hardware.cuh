@@ -109,8 +109,8 @@ template <class V> DEVICE V load_constant(const V *source) { return __ldg(source
 template <class V> DEVICE void store_global(V *target, V value) { *target = value; }
 // What blocks leave for each other: between the store and the load stand a fence, an addition to a lock and a fence. The
 // load goes past the cache that only its multiprocessor sees.
-DEVICE void store_for_blocks(float *target, float value) { *target = value; }
-DEVICE float load_from_blocks(const float *source) { return __ldcg(source); }
+DEVICE void store_for_blocks(float4 *target, const float4 &value) { *target = value; }
+DEVICE float4 load_from_blocks(const float4 *source) { return __ldcg(source); }
 
 // Sixteen bytes from global to shared memory, arriving at the matching wait. They bypass the first cache: what streams
 // through is read once.
@@ -150,32 +150,53 @@ template <> DEVICE void multiply_add<BFloat16>(float (&d)[4], const uint32_t (&a
 // ---- blocks and launches ----
 
 DEVICE void block_barrier() { __syncthreads(); }
-// Makes the thread's writes visible to the device before whatever it does next.
-DEVICE void device_fence() { __threadfence(); }
+// Makes what the thread wrote, or saw written before a barrier, visible to the device before whatever it does next.
+DEVICE void device_fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 DEVICE int fetch_add(int *target, int value) { return atomicAdd(target, value); }
 
-// Starts `kernel` with one argument; 0 or an error code. Dynamic and static shared memory of more than 48 KiB together
-// has to be asked for, once per kernel and device: kStaticShared is left for the static variables, which nobody can
-// count here. A kernel that wants more than 48 KiB must want as much at every call.
+// Dynamic and static shared memory of more than 48 KiB together has to be asked for, once per kernel and device:
+// kStaticShared is left for the static variables, which nobody can count here. A kernel that wants more than 48 KiB must
+// want as much at every call.
 constexpr int kFreeShared = 48 * 1024, kStaticShared = 1024;
+template <auto kernel> int allow_shared(int bytes) {
+    static std::atomic<uint64_t> granted{0}; // devices, one bit each
+    if (bytes <= kFreeShared - kStaticShared) return 0;
+    int device = 0;
+    if (cudaError_t error = cudaGetDevice(&device)) return error;
+    const uint64_t bit = device < 64 ? uint64_t(1) << device : 0;
+    if (granted.load(std::memory_order_relaxed) & bit) return 0;
+    if (cudaError_t error =
+            cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 bytes > kFreeShared ? bytes : kFreeShared))
+        return error;
+    granted.fetch_or(bit, std::memory_order_relaxed);
+    return 0;
+}
+
+// Starts `kernel` with one argument; 0 or an error code.
 template <auto kernel, class Arguments>
 int launch(dim3 grid, int threads, int shared_bytes, void *stream, const Arguments &arguments) {
-    static std::atomic<uint64_t> granted{0}; // devices, one bit each
-    if (shared_bytes > kFreeShared - kStaticShared) {
-        int device = 0;
-        if (cudaError_t error = cudaGetDevice(&device)) return error;
-        const uint64_t bit = device < 64 ? uint64_t(1) << device : 0;
-        if (!(granted.load(std::memory_order_relaxed) & bit)) {
-            if (cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel),
-                                                         cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                         shared_bytes > kFreeShared ? shared_bytes : kFreeShared))
-                return error;
-            granted.fetch_or(bit, std::memory_order_relaxed);
-        }
-    }
+    if (int error = allow_shared<kernel>(shared_bytes)) return error;
     void *pointers[] = {const_cast<Arguments *>(&arguments)};
     return cudaLaunchKernel(reinterpret_cast<const void *>(kernel), grid, dim3(threads), pointers, shared_bytes,
                             static_cast<cudaStream_t>(stream));
+}
+
+// How many blocks one multiprocessor of the current device holds at a time; 0 or an error code.
+template <auto kernel> int resident_blocks(int threads, int shared_bytes, int *blocks) {
+    if (int error = allow_shared<kernel>(shared_bytes)) return error;
+    return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, reinterpret_cast<const void *>(kernel), threads,
+                                                         shared_bytes);
+}
+
+// See gptqkit_user.
+inline int64_t stream_user(void *stream) {
+    cudaStreamCaptureStatus status;
+    unsigned long long number = 0;
+    const cudaStream_t handle = static_cast<cudaStream_t>(stream);
+    if (cudaStreamGetCaptureInfo(handle, &status, &number)) return 0;
+    if (status == cudaStreamCaptureStatusActive) return -int64_t(number) - 1;
+    return cudaStreamGetId(handle, &number) ? 0 : int64_t(number) + 1;
 }
 
 inline const char *runtime_error(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }

@@ -5,10 +5,11 @@
 //     weight  uint32 [column tile][unit][bits][32 lanes][4]     so lane l has 4 * bits words, `bits` for each step
 //
 // In step j lane 4c + t holds, for i and r from 0 to 3, the pair (i, r): the codes of inputs 16j + 4t + 2(r >> 1) and
-// the next one in column 16i + 8(r & 1) + c of the tile. A pair's codes lie 16 bits apart, where the tensor cores want
-// two 16-bit floats; (i, r) is operand register r of the 16-column tile i. (The hardware numbers a register's elements
-// otherwise than inputs are numbered here; activations are read in the same order, so the sum is the same, and a lane's
-// four inputs are neighbours: one 8-byte load per token.)
+// the next one in column 8c + 2i + (r & 1) of the tile. A pair's codes lie 16 bits apart, where the tensor cores want
+// two 16-bit floats; (i, r) is register r of the lane's fragment of operand i, 16 of the tile's columns. (The hardware
+// numbers inputs and columns otherwise. Activations are read in the same order of inputs, so the sum is the same, and a
+// lane's four inputs are neighbours: one 8-byte load per token. A lane's eight columns are neighbours, too: their scales
+// are one load, and the eight sums that it has for a token are one 16-byte store.)
 //
 // Where the pairs lie in a step's words, as bits of their first code:
 //     2 bits  word i / 2, bits 4(i & 1) + {0, 2, 8, 10}[r]
@@ -17,8 +18,7 @@
 //     4 bits  word i, bits {0, 4, 8, 12}[r]
 //     8 bits  word 2i + (r & 1), bits {0, 8}[r >> 1]
 //
-// Scales and zeros: [group][column tile][64], column 16i + 8h + c of the tile at 8c + 2i + h, so that a lane finds the
-// eight columns that it multiplies side by side.
+// Scales and zeros: [group][column tile][64].
 #pragma once
 
 #include "hardware.cuh"

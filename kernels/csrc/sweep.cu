@@ -56,20 +56,20 @@ DEVICE int warp() { return threadIdx.x / kLanes; }
 DEVICE float load_lane(const float *rows, int index) { return load_shared(rows + index * kLanes + lane()); }
 DEVICE void store_lane(float *rows, int index, float value) { store_shared(rows + index * kLanes + lane(), value); }
 
-// The rows of a segment in a [columns][columns] matrix, turned: four at a time, column by column.
+// The rows of a segment in a [columns][columns] matrix, transposed: four at a time, column by column.
 struct alignas(16) Four {
     float value[4];
 };
-struct Turned {
+struct Transposed {
     Four *four; // [kSegment / 4][stride]
     int stride; // columns + kBeyond
 };
 constexpr int kBeyond = kSegment - 1; // a short segment reads on beyond its last column, for nothing
-DEVICE Four load_four(const Turned &turned, int column, int part) {
-    return load_shared(turned.four + part * turned.stride + column);
+DEVICE Four load_four(const Transposed &transposed, int column, int part) {
+    return load_shared(transposed.four + part * transposed.stride + column);
 }
-DEVICE void store_four(const Turned &turned, int column, int part, const Four &value) {
-    store_shared(turned.four + part * turned.stride + column, value);
+DEVICE void store_four(const Transposed &transposed, int column, int part, const Four &value) {
+    store_shared(transposed.four + part * transposed.stride + column, value);
 }
 
 // What each warp has to say of the block's rows: all[w][c] is warp w's mine[c].
@@ -218,8 +218,8 @@ DEVICE Grid fit_grid(const Group &group) {
 
 // ---- the sweep ----
 
-// Each warp turns four of the segment's rows, from column `begin` on; rows beyond the last are zero.
-DEVICE void turn(const Turned &turned, const float *matrix, int begin, int columns) {
+// Each warp transposes four of the segment's rows, from column `begin` on; rows beyond the last are zero.
+DEVICE void transpose(const Transposed &transposed, const float *matrix, int begin, int columns) {
     const int first = begin + 4 * warp();
 #pragma unroll 4
     for (int j = begin + lane(); j < columns; j += kLanes) {
@@ -227,15 +227,15 @@ DEVICE void turn(const Turned &turned, const float *matrix, int begin, int colum
 #pragma unroll
         for (int t = 0; t < 4; t++)
             rows.value[t] = first + t < columns ? load_constant(matrix + (first + t) * columns + j) : 0.f;
-        store_four(turned, j, warp(), rows);
+        store_four(transposed, j, warp(), rows);
     }
 }
 
 template <bool GIVEN, bool SHIFT> KERNEL(kThreads, GIVEN || SHIFT ? 3 : 4) sweep_kernel(const SweepArguments a) {
     DYNAMIC_SHARED(float, weight); // [columns][kLanes]
     const int stride = a.columns + kBeyond;
-    const Turned inverse{reinterpret_cast<Four *>(weight + a.columns * kLanes), stride};
-    const Turned shift{inverse.four + stride * (kSegment / 4), stride};
+    const Transposed inverse{reinterpret_cast<Four *>(weight + a.columns * kLanes), stride};
+    const Transposed shift{inverse.four + stride * (kSegment / 4), stride};
     const int row = blockIdx.x * kLanes + lane();
     const bool inside = row < a.rows; // rows beyond the last are zeros, never stored
     const auto at = [&](int column) { return int64_t(column) * a.rows + row; };
@@ -267,8 +267,8 @@ template <bool GIVEN, bool SHIFT> KERNEL(kThreads, GIVEN || SHIFT ? 3 : 4) sweep
             }
             if (end > next) end = next;
         }
-        turn(inverse, a.inverse, begin, a.columns);
-        if constexpr (SHIFT) turn(shift, a.shift, begin, a.columns);
+        transpose(inverse, a.inverse, begin, a.columns);
+        if constexpr (SHIFT) transpose(shift, a.shift, begin, a.columns);
         block_barrier();
 
         const int count = end - begin;
@@ -313,8 +313,9 @@ template <bool GIVEN, bool SHIFT> KERNEL(kThreads, GIVEN || SHIFT ? 3 : 4) sweep
 
 template <bool GIVEN> int start(const SweepArguments &a, void *stream) {
     const auto bytes = [&](int columns) {
-        const int turned = (columns + kBeyond) * kSegment * (a.shift ? 2 : 1), slots = kWarps * kCandidates * kLanes;
-        return int(sizeof(float)) * (columns * kLanes + (turned > slots ? turned : slots));
+        const int slots = kWarps * kCandidates * kLanes;
+        const int transposed = (columns + kBeyond) * kSegment * (a.shift ? 2 : 1);
+        return int(sizeof(float)) * (columns * kLanes + (transposed > slots ? transposed : slots));
     };
     // Beyond what every block may have, always as much: see `launch`.
     const int shared = bytes(bytes(a.columns) > 47 * 1024 ? kMostColumns : a.columns);

@@ -4,12 +4,12 @@
 // What the hardware would silently get wrong is a fault: the launch stops and returns GPTQKIT_FAULT. Faults are
 //   - races within a block, found whatever the order was, uses of what a copy under way brings, and accesses outside
 //     shared memory (memory.cc); what nobody has written there is NaN;
-//   - floats that blocks leave for each other without the barriers and fences that this takes (memory.cc);
+//   - partial sums that blocks leave for each other without the barriers and fences that this takes (memory.cc);
 //   - lanes of one warp that meet in different collectives, threads that wait for others that are gone, misaligned
 //     accesses, copies under way at the end of a kernel;
 //   - writes to the guard zone behind dynamic shared memory, for accesses that bypass the functions below.
 // Bank conflicts and the sectors of global memory are counted where that is asked for: gptqkit_emulator_traffic.
-// Not seen: speed, races in global memory other than on those floats, rounding inside an instruction of the tensor
+// Not seen: speed, races in global memory other than on those sums, rounding inside an instruction of the tensor
 // cores: sums are float64 here, cut off once at the end, towards zero as the hardware does (Fasi et al. 2021,
 // "Numerical behavior of NVIDIA tensor cores").
 #pragma once
@@ -36,6 +36,9 @@ struct alignas(8) uint2 {
 };
 struct alignas(16) uint4 {
     uint32_t x, y, z, w;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
 };
 
 struct Float16 {};
@@ -71,8 +74,8 @@ int arrive(int *lock, int value);
 // To be called before the access; `function` is its name here, `file` and `line` say where the kernel makes it.
 void read_shared(const void *source, int bytes, const char *file, int line);
 void write_shared(void *target, int bytes, const char *file, int line);
-void read_message(const float *source, const char *file, int line);
-void write_message(float *target, const char *file, int line);
+void read_part(const float4 *source, const char *file, int line);
+void write_part(float4 *target, const char *file, int line);
 void use_global(const void *address, int bytes, const char *function, const char *file, int line);
 // From issue to `wait`, which leaves the thread's last `pending` groups; a null source gives zeros.
 void copy(void *target, const void *source, int bytes, const char *file, int line);
@@ -185,12 +188,12 @@ template <class V> void store_global(V *target, V value, SITE) {
     emulator::use_global(target, sizeof(V), "store_global", file, line);
     *target = value;
 }
-inline void store_for_blocks(float *target, float value, SITE) {
-    emulator::write_message(target, file, line);
+inline void store_for_blocks(float4 *target, const float4 &value, SITE) {
+    emulator::write_part(target, file, line);
     *target = value;
 }
-inline float load_from_blocks(const float *source, SITE) {
-    emulator::read_message(source, file, line);
+inline float4 load_from_blocks(const float4 *source, SITE) {
+    emulator::read_part(source, file, line);
     return *source;
 }
 
@@ -237,6 +240,15 @@ int launch(dim3 grid, int threads, int shared_bytes, void *, const Arguments &ar
     static int granted = 0; // bytes of shared memory
     return emulator::run(run_kernel, &arguments, grid, threads, shared_bytes, granted);
 }
+
+// Of a multiprocessor with 227 KiB of shared memory and 2,048 threads; nobody knows the registers here.
+template <auto kernel> int resident_blocks(int threads, int shared_bytes, int *blocks) {
+    const int by_memory = 227 * 1024 / (shared_bytes + 1024), by_threads = 2048 / threads;
+    *blocks = by_memory < by_threads ? by_memory : by_threads;
+    return 0;
+}
+
+inline int64_t stream_user(void *stream) { return reinterpret_cast<intptr_t>(stream) + 1; }
 
 inline const char *runtime_error(int) { return emulator::fault_text(); }
 inline int runtime_versions(int *driver, int *built) { return *driver = *built = 0; }

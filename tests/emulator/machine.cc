@@ -173,9 +173,8 @@ int run(void (*kernel)(const void *), const void *arguments, dim3 grid, int thre
     machine.threads = threads;
     machine.dynamic_bytes = dynamic_bytes;
     machine.runnable.clear();
-    machine.messages.clear();
+    machine.parts.clear();
     machine.arrivals.clear();
-    machine.counts.clear();
     machine.fault.clear();
     const int blocks = grid.x * grid.y * grid.z;
     int started = 0, ended = 0;

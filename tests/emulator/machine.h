@@ -38,8 +38,8 @@ struct Moment {
     uint64_t tick = 0;
 };
 
-// A float that one block leaves for others, and its thread's first fence after it.
-struct Message {
+// A vector of partial sums that one block leaves for others, and its thread's first fence after it.
+struct Part {
     int block, thread;
     uint32_t epoch;
     Moment fence;
@@ -112,7 +112,7 @@ struct Fiber {
     Warp *warp = nullptr;
     std::vector<Copy> open;                // copies since the last commit
     std::vector<std::vector<Copy>> groups; // committed, oldest first
-    std::vector<Message *> unfenced;       // written since its last fence
+    std::vector<Part *> unfenced;       // written since its last fence
     Moment fence;                          // the last one
 };
 
@@ -127,7 +127,7 @@ struct Machine {
     jmp_buf scheduler;
     uint32_t random = 1, epochs = 0;
     uint64_t ticks = 0;
-    std::unordered_map<const void *, Message> messages;
+    std::unordered_map<const void *, Part> parts;
     std::unordered_map<const void *, std::vector<Arrival>> arrivals;
     bool counting = false;
     std::map<Site, Count> counts;

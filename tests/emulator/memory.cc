@@ -5,7 +5,7 @@
 // narrower variables of different threads must not share a word, and a warp's collectives order nothing.) An
 // asynchronous copy writes from its issue to its wait.
 //
-// A float that one block leaves for others may be read if between the two, in this order and each step by the same
+// Partial sums that one block leaves for others, 16 bytes at a time, may be read if between the two, in this order and each step by the same
 // thread as the one before or after a barrier from it, stand: a fence, an arrival of the writer's block (an addition to a
 // lock), a later arrival of the reader's block at the same lock, a fence.
 //
@@ -181,7 +181,7 @@ void watch_fence() {
     Fiber &fiber = *machine.current;
     Block &block = *fiber.home;
     fiber.fence = {block.epoch, ++machine.ticks};
-    for (Message *message : fiber.unfenced) message->fence = fiber.fence;
+    for (Part *part : fiber.unfenced) part->fence = fiber.fence;
     fiber.unfenced.clear();
     if (block.fence < block.epoch) {
         block.earlier_fence = block.fence;
@@ -202,43 +202,43 @@ void watch_arrival(const void *lock) {
     arrivals.push_back(block.arrival);
 }
 
-void write_message(float *target, const char *file, int line) {
+void write_part(float4 *target, const char *file, int line) {
+    use_global(target, 16, "store_for_blocks", file, line);
     Fiber &fiber = *machine.current;
-    const Message message{fiber.home->number, here.thread, fiber.home->epoch, {}};
-    const auto [place, fresh] = machine.messages.insert({target, message});
-    if (!fresh && place->second.block != message.block) fault("two blocks write one float");
-    place->second = message;
+    const Part part{fiber.home->number, here.thread, fiber.home->epoch, {}};
+    const auto [place, fresh] = machine.parts.insert({target, part});
+    if (!fresh && place->second.block != part.block) fault("two blocks write one vector");
+    place->second = part;
     fiber.unfenced.push_back(&place->second);
-    use_global(target, 4, "store_for_blocks", file, line);
 }
 
-// Whether the message can be seen by whoever sees the arrival of its block, as far as fences go.
-static bool fenced(const Message &message, const Arrival &arrival) {
-    if (arrival.fence > message.epoch) return true;
-    if (!message.fence.tick) return false;
-    return message.thread == arrival.thread ? message.fence.tick < arrival.at.tick
-                                           : message.fence.epoch < arrival.at.epoch;
+// Whether the part can be seen by whoever sees the arrival of its block, as far as fences go.
+static bool fenced(const Part &part, const Arrival &arrival) {
+    if (arrival.fence > part.epoch) return true;
+    if (!part.fence.tick) return false;
+    return part.thread == arrival.thread ? part.fence.tick < arrival.at.tick
+                                           : part.fence.epoch < arrival.at.epoch;
 }
 
-void read_message(const float *source, const char *file, int line) {
+void read_part(const float4 *source, const char *file, int line) {
     const Fiber &fiber = *machine.current;
     const Block &block = *fiber.home;
-    use_global(source, 4, "load_from_blocks", file, line);
-    const auto found = machine.messages.find(source);
-    if (found == machine.messages.end()) fault("a read of what no block has written");
-    const Message &message = found->second;
-    if (message.block == block.number) {
-        if (message.epoch == block.epoch && message.thread != here.thread)
-            fault("a race: a write and a read of one float between two barriers", message.thread);
+    use_global(source, 16, "load_from_blocks", file, line);
+    const auto found = machine.parts.find(source);
+    if (found == machine.parts.end()) fault("a read of what no block has written");
+    const Part &part = found->second;
+    if (part.block == block.number) {
+        if (part.epoch == block.epoch && part.thread != here.thread)
+            fault("a race: a write and a read of one vector between two barriers", part.thread);
         return;
     }
-    const auto other = block.others.find(message.block);
+    const auto other = block.others.find(part.block);
     if (other == block.others.end()) fault("a read of what another block wrote, without its arrival");
     const Arrival &arrival = other->second, &own = block.arrival;
-    if (message.epoch >= arrival.at.epoch && message.thread != arrival.thread)
-        fault("no barrier between another block's write and its arrival; the write was by", message.thread);
-    if (!fenced(message, arrival))
-        fault("no fence between another block's write and its arrival; the write was by", message.thread);
+    if (part.epoch >= arrival.at.epoch && part.thread != arrival.thread)
+        fault("no barrier between another block's write and its arrival; the write was by", part.thread);
+    if (!fenced(part, arrival))
+        fault("no fence between another block's write and its arrival; the write was by", part.thread);
     const bool same = own.thread == here.thread;
     if (own.at.epoch == block.epoch && !same)
         fault("no barrier between an arrival and a read; the arrival was by", own.thread);
@@ -252,7 +252,7 @@ void read_message(const float *source, const char *file, int line) {
 // Whether later launches count their traffic, which takes time.
 GPTQKIT_API void gptqkit_emulator_count(int counting) { emulator::machine.counting = counting; }
 
-// The traffic of the last launch, a line for each access in the sources:
+// The traffic since it was last asked for, a line for each access in the sources:
 //     file line function bytes instructions spent least
 // where `bytes` are a lane's, `spent` and `least` transfers for shared and bytes for global memory.
 GPTQKIT_API const char *gptqkit_emulator_traffic(void) {
@@ -266,5 +266,6 @@ GPTQKIT_API const char *gptqkit_emulator_traffic(void) {
             text += ' ' + std::to_string(number);
         text += '\n';
     }
+    emulator::machine.counts.clear();
     return text.c_str();
 }

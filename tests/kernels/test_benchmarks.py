@@ -22,11 +22,12 @@ def run_once(work, operands, **_):
 def load(root, emulation, monkeypatch):
     """Imports a benchmark, with the CPU for a GPU that does everything in one second."""
     monkeypatch.syspath_prepend(str(root / "benchmarks"))
-    for name in ("timing", "layers", "decoder", "gemm", "model", "tune", "sanitize"):
+    for name in ("timing", "layers", "decoder", "gemm", "model", "tune", "sanitize", "host"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     timing = importlib.import_module("timing")
     monkeypatch.setattr(timing, "find_gpu", lambda _: torch.device("cpu"))
     monkeypatch.setattr(timing, "graph_time", run_once)
+    monkeypatch.setattr(timing, "warm_up", lambda: None)
     monkeypatch.setattr(timing, "copies_past_cache", lambda *_: 2)
     monkeypatch.setattr(timing, "copy_bandwidth", lambda _: 1e12)
     monkeypatch.setattr(timing, "describe", lambda _: {"device": "Emulated GPU", "torch": torch.__version__})
@@ -35,7 +36,8 @@ def load(root, emulation, monkeypatch):
 
     def load(name, **settings):
         module = importlib.import_module(name)
-        settings = {"launcher_for": lambda _: emulation.launcher, "CudaLinear": emulation.linear, **settings}
+        if name != "host":
+            settings = {"launcher_for": lambda _: emulation.launcher, "CudaLinear": emulation.linear, **settings}
         for attribute, value in settings.items():
             monkeypatch.setattr(module, attribute, value, raising=False)
         return module
@@ -57,7 +59,16 @@ def test_gemm(load, run, tmp_path):
     run(load("gemm"), *arguments)
     (table,) = json.loads((tmp_path / "gemm.json").read_text())["tables"]
     assert set(table["columns"]) == {"cuBLAS", "3 bits", "8 bits"}
-    assert [result["path"] for result in table["columns"]["3 bits"].values()] == ["fused", "dense"]
+    results = table["columns"]["3 bits"].values()
+    assert [result["path"] for result in results] == ["fused", "dense"]
+    assert [(result["fused_seconds"], result["dense_seconds"]) for result in results] == [(1, 1), (1, 1)]
+
+
+def test_gemm_ends_at_a_wrong_product(load, run, tmp_path, emulation, monkeypatch):
+    module = load("gemm")
+    monkeypatch.setattr(emulation.launcher, "_gemm", lambda *_: 0)
+    with pytest.raises(SystemExit, match="wrong: "):
+        run(module, "--rows", 1, "--shapes", "64x128", "--bits", 3, "--dtypes", "float16", "--out", tmp_path)
 
 
 def test_model(load, run, tmp_path):
@@ -74,10 +85,20 @@ def test_model(load, run, tmp_path):
 
 def test_tune(load, run, tmp_path):
     shapes = {"SHAPES": ((64, 1024), (128, 128)), "DENSE_SHAPES": ((128, 128),), "DENSE_ROWS": (120,)}
-    module = load("tune", DEVICES=tmp_path, **shapes)
-    run(module)
-    assert [path.name for path in tmp_path.iterdir()] == ["emulated-gpu.json"]
-    assert tuning_for("Emulated GPU", tmp_path).crossover == dict.fromkeys(BITS, module.MANY[0])
+    module = load("tune", DEVICES=tmp_path / "devices", ROWS=(1, 32), MANY=(64, 120), **shapes)
+    run(module, "--out", tmp_path)
+    assert [path.name for path in (tmp_path / "devices").iterdir()] == ["emulated-gpu.json"]
+    tuning = tuning_for("Emulated GPU", tmp_path / "devices")
+    assert tuning.crossover == dict.fromkeys(BITS, 64)
+    report = json.loads((tmp_path / "tune.json").read_text())
+    assert report["constants"]["block_inputs"] == tuning.block_inputs
+    assert len(report["times"]) == 2 * 4 * 2 + 5 + 4 * 2 * 2
+
+
+def test_host(load, run, tmp_path):
+    """The bound leaves room for a busy machine; host.json has the ratio that was measured on an idle one."""
+    run(load("host"), "--rounds", 60, "--out", tmp_path)
+    assert json.loads((tmp_path / "host.json").read_text())["layer_over_linear"] < 2.5
 
 
 def test_sanitize(load, run, monkeypatch):

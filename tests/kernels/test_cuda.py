@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import math
 import re
 import weakref
 from itertools import product
@@ -14,8 +15,9 @@ from torch.export import Dim
 from gptqkit.errors import BackendError, ShapeError
 from gptqkit.kernels import ops
 from gptqkit.kernels.cuda import CudaLinear, unfit
+from gptqkit.kernels.library import Shape
 from gptqkit.kernels.linear import TorchLinear, make_linear
-from gptqkit.kernels.ops import BITS, Launcher, Tuning, file_name, launcher_for, tuning_for
+from gptqkit.kernels.ops import BITS, Device, Launcher, Plan, Tuning, file_name, launcher_for, tuning_for
 from support.kernel_cases import LARGEST_ERROR, make_weight, product_error, random, relative_error
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -134,7 +136,8 @@ def test_long_groups_lose_nothing_where_activations_are_not_centred(place, bits,
 @pytest.mark.parametrize(("dtype", "index"), [(torch.float16, None), (torch.bfloat16, shuffled(256, 128))])
 def test_layer_takes_any_number_and_layout_of_rows(place, dtype, index, monkeypatch):
     device, launcher, kind = place
-    monkeypatch.setattr(ops, "LEAST_DENSE_ROWS", 64)  # the dense path works through a small buffer
+    monkeypatch.setattr(ops, "PRODUCT_TILE", 1)  # the dense path works through a small buffer
+    monkeypatch.setattr(ops, "DENSE_STEP", 64)
     monkeypatch.setattr(launcher, "tuning", dataclasses.replace(launcher.tuning, dense_bytes=1))
     weight, bias = make_weight(3, 100, 256, 128, index=index), torch.randn(100)
     layer, without_bias = (kind(weight.to(device), each, dtype) for each in (bias, None))
@@ -203,6 +206,15 @@ def test_gradients_reach_the_input(place):
     x = random(3, 96).to(device, torch.float16).requires_grad_()
     kind(weight.to(device), None, torch.float16)(x).float().sum().backward()
     assert relative_error(x.grad, weight.dequantize(torch.float64).sum(0).expand(3, -1)) < 1e-3
+
+
+def test_autocast_casts_activations_as_a_dense_linear_does(place):
+    device, _, kind = place
+    weight, x = make_weight(), random(3, 96)
+    for bias in (None, random(64)):
+        layer = kind(weight.to(device), bias, torch.float16)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            assert_as_good_as_dense(layer(x.to(device)), x.bfloat16(), weight, bias)
 
 
 def test_activations_that_do_not_fit_the_layer_are_refused(place):
@@ -342,15 +354,31 @@ def test_choice_on_a_gpu(gpu, monkeypatch):
     refused("no nvcc")
 
 
-def test_split_comes_near_what_a_device_can_hold(emulation):
-    launcher = Launcher(emulation.launcher.library, torch.device("cpu"), Tuning(), 132)
-    least = launcher.tuning.least_inputs_per_block
-    for rows, outputs, inputs in product((1, 16, 100), (64, 1024, 28672, 640_000), (32, 4096, 28672)):
-        split = launcher.choose_split(4, rows, outputs, inputs)
-        assert 1 <= split <= 64
-        assert split == 1 or inputs // split >= least
-    assert launcher.choose_split(4, 1, 4096, 4096) == 4
-    assert launcher.choose_split(4, 1, 28672, 8192) == 1
-    assert launcher.choose_split(4, 1 << 20, 4096, 4096) == 0
+def test_plans_fill_whole_waves_of_a_device(emulation):
+    """On a device of 132 multiprocessors."""
+    launcher = Launcher(emulation.launcher.library, torch.device("cpu"), Tuning(), Device(132, 50 << 20))
+    for rows, outputs, inputs in product((1, 8, 16, 32, 64, 100), (64, 1024, 4096, 28672, 640_000), (32, 4096, 28672)):
+        shape = Shape(4, 0, outputs, inputs, 128)
+        split, floats, locks = launcher.plan(shape, rows)
+        kernel = launcher.library.kernel(shape, rows)
+        tiles = -(-rows // kernel.tokens) * -(-outputs // kernel.columns)
+        assert 1 <= split <= min(64, max(1, inputs // 64))
+        assert floats == (split > 1) * split * tiles * kernel.tokens * kernel.columns
+        assert locks == (split > 1 and rows <= 16) * tiles
+        waves = tiles * split / (132 * kernel.blocks)
+        if inputs >= 4096 and 1024 <= outputs <= 28672:
+            assert waves <= 1 or waves / math.ceil(waves) > 0.84  # no stub of a wave
+            assert tiles * split > 0.9 * 132  # all multiprocessors work
+    assert launcher.plan(Shape(4, 0, 640_000, 4096, 128), 1).split == 1
+    assert launcher.plan(Shape(4, 0, 4096, 4096, 128), 1 << 20) == Plan(0)
     assert tuning_for("no such GPU") == Tuning()
     assert file_name("NVIDIA H200") == "nvidia-h200.json"
+
+
+def test_the_dense_weight_fits_the_cache_unless_that_leaves_multiprocessors_idle(emulation):
+    launcher = Launcher(emulation.launcher.library, torch.device("cpu"), Tuning(), Device(132, 50 << 20))
+    for rows, outputs, inputs in product((1, 512, 2048, 1 << 16), (100, 4096, 8192, 28672), (4096, 28672)):
+        step = launcher._dense_rows(rows, outputs, inputs)
+        assert step == outputs or step % 256 == 0
+        more_parts = -(-outputs // step) + 1
+        assert 2 * step * inputs <= 50 << 20 or step <= 256 or (outputs // more_parts - 256) * rows < 132 * 128 * 128

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gptqkit.errors import BackendError
-from gptqkit.kernels import build, library
+from gptqkit.kernels import build
 from gptqkit.kernels.library import FILE_NAME, KernelLibrary, open_library
 
 
@@ -55,13 +55,12 @@ def test_library_is_built_once_also_when_asked_for_at_the_same_time(tmp_path, fa
 
 def test_cache_tells_sources_apart(tmp_path, monkeypatch):
     shutil.copytree(build.SOURCES, tmp_path / "csrc")
-    shutil.copy(build.__file__, tmp_path / "build.py")
-    before = library.sources_hash()
-    monkeypatch.setattr(library, "_HERE", tmp_path)
-    assert library.sources_hash() == before
+    before = build.sources_hash()
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "csrc")
+    assert build.sources_hash() == before
     with (tmp_path / "csrc" / "api.h").open("a", encoding="utf-8") as header:
         header.write("\n")
-    assert library.sources_hash() != before
+    assert build.sources_hash() != before
 
 
 def test_no_library_and_no_compiler(tmp_path, monkeypatch):
@@ -89,8 +88,8 @@ def test_files_that_are_no_library_of_ours_are_refused(tmp_path):
         KernelLibrary(path)
     other = tmp_path / "other.so"
     command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(other)]
-    subprocess.run(command, input=b'extern "C" int gptqkit_abi() { return 99; }', check=True)
-    with pytest.raises(BackendError, match=r"has interface 99.*build it again"):
+    subprocess.run(command, input=b'extern "C" const char *gptqkit_sources() { return "99"; }', check=True)
+    with pytest.raises(BackendError, match=r"built from other sources, 99, .*build it again"):
         KernelLibrary(other)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gptqkit.errors import ShapeError
-from gptqkit.kernels.sweep import sweep_block, sweep_library
+from gptqkit.kernels.sweep import Sweep, sweep_block, sweep_library
 from gptqkit.quantizer import gptq
 from gptqkit.quantizer.config import QuantizeConfig
 from gptqkit.quantizer.grid import GroupGrid, IntegerZeroPoint, fit_grid
@@ -105,7 +105,7 @@ def sweep(place, weight, inverse, *, bits, sym, group_size, shift=None, importan
     there = {name: each if each is None else each.to(place.device) for name, each in (operands | found).items()}
     block, inverse = weight.to(place.device, copy=True), inverse.to(place.device)
     settings = {"group_size": group_size, "bits": bits, "sym": sym, "min_zero": min_zero}
-    scaled = sweep_block(place.launcher.library, block, inverse, **there, **settings)
+    scaled = sweep_block(place.launcher.library, Sweep(block, inverse, **there), **settings)
     written = {name: there[name] for name in found} | {"block": block, "scaled": scaled}
     return {name: each.cpu() for name, each in written.items()}
 
@@ -219,10 +219,10 @@ def test_weights_on_the_edge_between_two_codes_fall_as_in_torch(place, bits):
 
 def test_what_the_kernel_cannot_take_is_refused(emulation):
     def refused(block, inverse):
-        codes = torch.empty_like(block, dtype=torch.uint8)
-        grids = {"scale": block, "zero": block, "codes": codes, "values": block, "group_size": 16}
-        choices = {"shift": None, "importance": None, "group": None, "bits": 4, "sym": True, "min_zero": 0}
-        sweep_block(emulation.launcher.library, block, inverse, **grids, **choices)
+        tensors = Sweep(
+            block, inverse, None, None, None, block, block, torch.empty_like(block, dtype=torch.uint8), block
+        )
+        sweep_block(emulation.launcher.library, tensors, group_size=16, bits=4, sym=True, min_zero=0)
 
     with pytest.raises(ShapeError, match="385 columns"):
         refused(torch.empty(385, 1), torch.empty(1, 1))

@@ -9,7 +9,7 @@ from gptqkit.kernels import cuda, ops
 from gptqkit.kernels.library import KernelLibrary
 
 # Splits K = 128 already, so that small layers see everything.
-TUNING = ops.Tuning(least_inputs_per_block=64, crossover=dict.fromkeys((2, 3, 4, 8), 100))
+TUNING = ops.Tuning(block_inputs=16, part_bytes=1 << 30, crossover=dict.fromkeys((2, 3, 4, 8), 100))
 
 
 class Traffic(NamedTuple):
@@ -33,7 +33,7 @@ class Emulation:
 
     def __init__(self, path):
         self.library = KernelLibrary(path)
-        self.launcher = ops.Launcher(self.library, torch.device("cpu"), TUNING, multiprocessors=8)
+        self.launcher = ops.Launcher(self.library, torch.device("cpu"), TUNING, ops.Device(8, 1 << 20))
         self.operators = torch.library.Library("gptqkit", "IMPL")
         ops.implement(self.operators, "CPU", lambda _: self.launcher)
 

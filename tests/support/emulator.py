@@ -11,6 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "src"))
+
+from gptqkit.kernels.build import sources_hash  # noqa: E402 - as a script it knows no path to it
+
 CSRC, EMULATOR = ROOT / "kernels" / "csrc", ROOT / "tests" / "emulator"
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 
@@ -18,6 +22,7 @@ SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover
 def build_emulator(target, flags=("-O1",), sources=CSRC):
     """Compile the .cu files of `sources` for the CPU into the shared library `target`."""
     command = ["g++", "-std=c++17", "-fPIC", "-fvisibility=hidden", *flags, "-DGPTQKIT_EMULATOR"]
+    command += [f'-DGPTQKIT_SOURCES="{sources_hash()}"']
     command += ["-Wall", "-Wextra", "-Wno-unknown-pragmas", f"-I{sources}", f"-I{EMULATOR}"]
     with TemporaryDirectory() as folder:
 

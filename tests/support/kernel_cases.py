@@ -20,12 +20,12 @@ from gptqkit.quantizer.quantized import QuantizedWeight
 
 # Tokens, outputs, inputs, group, split: each kernel with whole and ragged tiles, groups within and across units.
 CASES = (
-    (5, 96, 288, 32, 2),
+    (5, 96, 288, 32, 5),
     (8, 64, 608, 128, 1),
     (13, 96, 352, 128, 3),
     (16, 160, 96, 16, 1),
     (20, 320, 160, 32, 2),
-    (33, 96, 352, 64, 2),
+    (33, 96, 352, 64, 5),
     (66, 288, 96, 48, 1),
 )
 LARGEST_ERROR = 1.05
