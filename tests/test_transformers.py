@@ -142,7 +142,7 @@ def grow(model):
     ("change", "name"),
     [
         (scale_norm, r"model\.norm\.weight;"),
-        (scale_layer, r"model\.layers\.0\.mlp\.up_proj\.weight;"),
+        (scale_layer, r"model\.layers\.0\.mlp\.up_proj\.dense;"),
         (replace_layer, r"model\.layers\.0\.mlp\.up_proj, model\.layers\.0\.mlp\.up_proj\.weight;"),
         (drop_block, r"model\.layers\.1\.mlp\.down_proj, .* and 5 more;"),
         (grow, r"model\.embed_tokens\.weight, lm_head\.weight;"),
@@ -161,7 +161,7 @@ def test_a_model_whose_files_changed_is_not_saved(checkpoint, tmp_path):
     tensors = load_file(checkpoint / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.qweight"][0, 0] ^= 1
     save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"in model\.layers\.1\.mlp\.down_proj\.weight;"):
+    with pytest.raises(CheckpointError, match=r"in model\.layers\.1\.mlp\.down_proj\.dense;"):
         model.save_pretrained(tmp_path / "again")
     shutil.rmtree(checkpoint)
     with pytest.raises(CheckpointError, match="is not a directory"):
