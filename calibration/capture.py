@@ -11,6 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..errors import ArchitectureError
+from .batches import out_of_memory
+
 Routing = Mapping[str, tuple[Any, ...]]
 """What modules of experts were given beside their tokens, by name: a table of experts (tokens, slots), and weights."""
 
@@ -38,14 +41,28 @@ class BlockCall:
         return states
 
     def __call__(self, block: nn.Module, hidden: Tensor) -> Any:
-        """Run `block` on other hidden states; return what it returns."""
-        if self.arguments:
-            return block(hidden, *self.arguments[1:], **self.named)
-        return block(**{**self.named, "hidden_states": hidden})
+        """Run `block` on other hidden states; return what it returns.
+
+        Raises:
+            ArchitectureError: It cannot be run by itself.
+        """
+        try:
+            if self.arguments:
+                return block(hidden, *self.arguments[1:], **self.named)
+            return block(**{**self.named, "hidden_states": hidden})
+        except _Reached:
+            raise
+        except Exception as error:  # the model's own code
+            if out_of_memory(error):
+                raise
+            raise ArchitectureError(
+                f"a {type(block).__name__} cannot be run by itself ({type(error).__name__}: {error}), so this model "
+                "cannot be quantized block by block"
+            ) from error
 
 
 def block_call(
-    model: nn.Module, blocks: nn.ModuleList, layer: int, batch: Mapping[str, Tensor], *, in_tuples: bool
+    model: nn.Module, blocks: nn.ModuleList, layer: int, batch: Mapping[str, Tensor], *, returned: int
 ) -> BlockCall:
     """Return how `model` calls block `layer`, found by running its own forward pass up to there.
 
@@ -57,7 +74,10 @@ def block_call(
         blocks: Its repeated blocks.
         layer: Number of the block.
         batch: input_ids and perhaps attention_mask, (samples, length).
-        in_tuples: Whether its blocks return tuples, the hidden states first.
+        returned: How many values its blocks return as a tuple, the hidden states first; 0 where they return only these.
+
+    Raises:
+        ArchitectureError: The model cannot be run on token ids, or does not call the block.
     """
     calls: list[BlockCall] = []
 
@@ -65,9 +85,19 @@ def block_call(
         calls.append(BlockCall(arguments, named))
         raise _Reached
 
-    with _blocks_replaced(blocks[:layer], in_tuples), _forward_replaced(blocks[layer], reached), suppress(_Reached):
-        model(**batch, **_without_cache(model))
-    return calls[0]
+    with _blocks_replaced(blocks[:layer], returned), _forward_replaced(blocks[layer], reached):
+        try:
+            model(**batch, **_without_cache(model))
+        except _Reached:
+            return calls[0]
+        except Exception as error:  # the model's own code
+            if out_of_memory(error):
+                raise
+            raise ArchitectureError(
+                f"{type(model).__name__} cannot be run on token ids alone, up to block {layer} "
+                f"({type(error).__name__}: {error})"
+            ) from error
+    raise ArchitectureError(f"{type(model).__name__} does not call block {layer} when it is run on token ids alone")
 
 
 def head_input(
@@ -77,14 +107,14 @@ def head_input(
     batch: Mapping[str, Tensor],
     hidden: Tensor,
     *,
-    in_tuples: bool,
+    returned: int,
 ) -> Tensor:
     """Return what the output layer receives where `hidden` leaves the last block, (samples, length, width)."""
 
     def replaced(*_: Any, **__: Any) -> Any:
-        return (hidden,) if in_tuples else hidden
+        return as_returned(hidden, returned)
 
-    with _blocks_replaced(blocks[:-1], in_tuples), _forward_replaced(blocks[-1], replaced):
+    with _blocks_replaced(blocks[:-1], returned), _forward_replaced(blocks[-1], replaced):
         return capture_inputs({"head": head}, lambda: model(**batch, **_without_cache(model)))["head"]
 
 
@@ -161,6 +191,11 @@ def routed_tokens(table: Tensor, expert: int) -> tuple[Tensor, Tensor]:
     return tokens, slots
 
 
+def as_returned(hidden: Any, returned: int) -> Any:
+    """Return `hidden` as a block does that returns so many values; the others are None."""
+    return (hidden, *[None] * (returned - 1)) if returned else hidden
+
+
 def _without_cache(model: nn.Module) -> dict[str, bool]:
     accepted = inspect.signature(model.forward).parameters.values()
     takes = any(parameter.name == "use_cache" or parameter.kind is parameter.VAR_KEYWORD for parameter in accepted)
@@ -168,12 +203,11 @@ def _without_cache(model: nn.Module) -> dict[str, bool]:
 
 
 @contextmanager
-def _blocks_replaced(blocks: Iterable[nn.Module], in_tuples: bool) -> Iterator[None]:
+def _blocks_replaced(blocks: Iterable[nn.Module], returned: int) -> Iterator[None]:
     """Let `blocks` hand on what they get."""
 
     def hand_on(*arguments: Any, **named: Any) -> Any:
-        hidden = arguments[0] if arguments else named["hidden_states"]
-        return (hidden,) if in_tuples else hidden
+        return as_returned(arguments[0] if arguments else named["hidden_states"], returned)
 
     with ExitStack() as patches:
         for block in blocks:

@@ -125,7 +125,7 @@ class Format:
     Attributes:
         suffixes: The tensors of a layer, below its name.
         snap: The nearest scale and offset that it can hold, on which the solver builds its grids.
-        check: (shape, columns per group or None): raises ConfigError, before any work, for what it cannot hold.
+        check: (shape, bits): raises ConfigError, before any work, for what it cannot hold.
         pack: A weight -> its tensors by suffix, exactly; ConversionError or ShapeError where it cannot hold it.
         spec: (name, tensors, declared) -> what they are, from shapes and dtypes; CheckpointError where they contradict.
         unpack: (name, tensors, spec) -> the weight, exactly; CheckpointError for values that no reader could use.
@@ -135,7 +135,7 @@ class Format:
 
     suffixes: Sequence[str]
     snap: Snap
-    check: Callable[[tuple[int, int], int | None], None]
+    check: Callable[[tuple[int, int], int], None]
     pack: Callable[[QuantizedWeight], dict[str, Tensor]]
     spec: Callable[[str, Mapping[str, Tensor], Declared], LayerSpec]
     unpack: Callable[[str, Mapping[str, Tensor], LayerSpec], QuantizedWeight]

@@ -27,7 +27,6 @@ from .formats import Declared, Format, LayerSpec
 from .gptq_config import read_config, write_config
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
-MULTIPLE = 32  # of rows and columns: what readers take for granted
 
 _DTYPES = {
     "qweight": (2, (torch.int32,)),
@@ -43,19 +42,11 @@ _SWAPPED_OFFSETS = torch.tensor([4] * 10 + [0] + [1] * 10 + [3] + [2] * 10, dtyp
 _BORROWING_CODE = 21
 
 
-def check_shape(shape: tuple[int, int], group_size: int | None) -> None:
-    """Raise ConfigError where a weight of this shape, (out, in), cannot be stored in groups of so many columns."""
-    rows, columns = shape
-    if rows % MULTIPLE or columns % MULTIPLE:
-        raise ConfigError(
-            f"({rows}, {columns}) is its shape, and packed weights need multiples of {MULTIPLE} both ways; skip it "
-            "with an override for that name"
-        )
-    if group_size is not None and columns % group_size:
-        raise ConfigError(
-            f"{columns} input features are not a multiple of group_size {group_size}; choose a divisor, -1 for "
-            "one group per row, or an override for that name"
-        )
+def check_shape(shape: tuple[int, int], bits: int) -> None:
+    """Raise ConfigError where codes or zero points of a weight of this shape, (out, in), do not fill int32 words."""
+    unit = codes_per_unit(bits)
+    if shape[0] % unit or shape[1] % unit:
+        raise ConfigError(f"{shape} is its shape, and packed {bits}-bit weights need multiples of {unit} both ways")
 
 
 def pack_layer(weight: QuantizedWeight, *, offset: int) -> dict[str, Tensor]:

@@ -57,6 +57,10 @@ class Shards:
         except SafetensorError as error:
             raise CheckpointError(f"{self.where[name]}: {name} cannot be read: {error}") from error
 
+    def meta(self, name: str) -> Tensor:
+        """Return the shape and dtype of a tensor, as one on the meta device; its values are not read."""
+        return self.get(name).to("meta")
+
     def slice(self, name: str) -> Any:
         """Return a handle of the tensor `name`, of which nothing is read yet, as transformers' loader takes it."""
         return self._handles[self.where[name]].get_slice(name)

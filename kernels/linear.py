@@ -61,7 +61,7 @@ class QuantLinear(nn.Module, ABC):
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features, self.out_features = weight.in_features, weight.out_features
-        self.bits, self.group_size = weight.bits, weight.group_size
+        self.bits, self.group_size, self.dtype = weight.bits, weight.group_size, dtype
         self.act_order = not weight.trivial_group_index
         self.register_buffer("bias", None if bias is None else bias.to(weight.codes.device, dtype))
 
@@ -135,6 +135,11 @@ class TorchLinear(QuantLinear):
             value.mul_(scale.index_select(1, self.group_index)).add_(offset.index_select(1, self.group_index))
         return value.to(dtype)
 
+    @property
+    def weight(self) -> Tensor:
+        """The weight, (out, in), in the dtype of the activations, for models that look at it, such as T5."""
+        return self.dequantize(self.dtype)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, (..., out) in the dtype of `x`, which is (..., in)."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -152,6 +157,11 @@ class CpuLinear(QuantLinear):
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(weight, bias, dtype)
         self.register_buffer("dense", weight.dequantize(dtype))
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, (out, in), for models that look at it."""
+        return self.dense
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, (..., out) in the dtype of `x`, which is (..., in)."""

@@ -5,11 +5,12 @@ import json
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 from transformers.models.mistral.modeling_mistral import MistralMLP
 
 import gptqkit
-from gptqkit.errors import ArchitectureError, CheckpointError
+from gptqkit.errors import ArchitectureError, CheckpointError, ConfigError
 from support.models import GROUPED, build, samples, save
 from support.pipeline import assert_close, outputs, quantize, weights
 
@@ -60,9 +61,14 @@ class LooksAtClasses(MistralMLP):
         return self.down_proj(inner if isinstance(self.gate_proj, nn.Linear) else 2 * inner)
 
 
-class NeedsWeight(MistralMLP):
+class NeedsParameter(MistralMLP):
     def forward(self, x):
-        return super().forward(x) * self.up_proj.weight.mean()
+        return super().forward(x) * self.up_proj.get_parameter("weight").mean()
+
+
+class LooksAtWeight(MistralMLP):
+    def forward(self, x):
+        return super().forward(x.to(self.up_proj.weight.dtype)) * self.up_proj.weight.mean()
 
 
 class ListOfExperts(nn.Module):
@@ -84,7 +90,10 @@ class ListOfExperts(nn.Module):
         return out.view_as(hidden_states)
 
 
-CHANGES = {each.__name__: each for each in (WithSpare, WithOwnLinears, LooksAtClasses, NeedsWeight, ListOfExperts)}
+CHANGES = {
+    each.__name__: each
+    for each in (WithSpare, WithOwnLinears, LooksAtClasses, NeedsParameter, LooksAtWeight, ListOfExperts)
+}
 transformers.AutoConfig.register("custom", CustomConfig)
 transformers.AutoModelForCausalLM.register(CustomConfig, CustomForCausalLM)
 
@@ -121,24 +130,59 @@ def test_experts_in_a_list_of_modules(tmp_path):
 
 
 def test_modules_that_are_never_called_are_named(tmp_path):
-    with pytest.raises(ArchitectureError, match=r"model.layers.0.mlp.spare: not called.*override"):
-        quantize(custom(WithSpare), tmp_path / "out")
-    assert len(quantize(custom(WithSpare), tmp_path / "out", overrides={"spare": SKIP}).report.modules) == 14
+    spare = {f"model.layers.{layer}.mlp.spare" for layer in range(2)}
+    model = custom(WithSpare)
+    report = quantize(model, tmp_path / "out").report
+    assert report.left_in_float == dict.fromkeys(spare, "no forward pass calls it")
+    assert len(report.modules) == 14
+    assert_loaded_as(model, tmp_path / "out")
+    assert not quantize(model, tmp_path / "skipped", overrides={"spare": SKIP}).report.left_in_float
+    with pytest.raises(ConfigError, match=r"1 Linears stay in floating point: model\.layers\.0\.mlp\.spare"):
+        quantize(model, tmp_path / "strict", run={"strict": True})
+
+
+def test_a_resumed_job_knows_what_it_left(tmp_path):
+    model, seen = custom(WithSpare), []
+
+    def stop(progress):
+        seen.append(progress.module)
+        if len(seen) == 10:  # in the second block
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(model, tmp_path / "resumed", progress=stop)
+    resumed = quantize(model, tmp_path / "resumed", run={"resume": True}).report
+    whole = quantize(model, tmp_path / "whole").report
+    assert resumed.left_in_float == whole.left_in_float
+    assert [each.error for each in resumed.modules] == [each.error for each in whole.modules]
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("resumed", "whole"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 def test_linears_with_a_forward_pass_of_their_own_stay_in_floating_point_and_are_reported(tmp_path):
     model = custom(WithOwnLinears)
     report = quantize(model, tmp_path / "out").report
-    assert report.left_in_float == [f"model.layers.{layer}.mlp.up_proj" for layer in range(2)]
+    reason = "it computes something else than a Linear does"
+    assert report.left_in_float == {f"model.layers.{layer}.mlp.up_proj": reason for layer in range(2)}
     assert len(report.modules) == 12
     assert_loaded_as(model, tmp_path / "out")
+
+
+def test_weights_of_quantized_layers_can_be_looked_at(tmp_path):
+    model = custom(LooksAtWeight)
+    quantize(model, tmp_path / "out")
+    assert_loaded_as(model, tmp_path / "out")
+    for backend in ("torch", "cpu"):
+        loaded, _ = gptqkit.load(tmp_path / "out", device="cpu", backend=backend)
+        assert_close(outputs(loaded), outputs(model))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (LooksAtClasses, r"block 0 computes something else .* first in mlp\.down_proj; leave what is at fault"),
-        (NeedsWeight, r"block 0 cannot run on its quantized layers \(AttributeError: .*weight"),
+        (NeedsParameter, r"block 0 cannot run on its quantized layers \(AttributeError: .*weight"),
     ],
 )
 def test_a_block_that_does_not_run_as_it_was_written_does_not_count(change, message, tmp_path):

@@ -105,7 +105,12 @@ def test_a_summary_says_what_happened_and_nothing_else():
     bad = dataclasses.replace(PLAIN, name="bad", error=0.05, rounding_error=0.04, worse_than_rounding=True)
     bad = dataclasses.replace(bad, tokens=3, prior_tokens=61, dead_columns=2)
     few = dataclasses.replace(bad, name="few", tokens=2, worse_than_rounding=False)
-    happened = {"modules": [good, bad, few], "block_weights": 8192, "left_in_float": ["odd"], "excluded_samples": 1}
+    happened = {
+        "modules": [good, bad, few],
+        "block_weights": 8192,
+        "left_in_float": {"odd": "it is odd"},
+        "excluded_samples": 1,
+    }
     row = {"dataset": "book.txt", "perplexity": 12.3456789}
     shown = quantization_summary(dataclasses.replace(REPORT, **happened, perplexity=[row]))
     assert [re.split("   +", line) for line in shown.splitlines()] == [
@@ -119,7 +124,7 @@ def test_a_summary_says_what_happened_and_nothing_else():
         ["dead input columns", "4"],
         ["experts with few tokens", "few, bad; filled up from their layers', the fewest 2 of their own"],
         ["left in floating point", "50.0% of the weights in the blocks"],
-        ["Linears that compute something else", "odd"],
+        ["Linears left in floating point", "2 (it is odd)"],
         ["left-out samples", "1"],
         ["perplexity on book.txt", "12.346"],
     ]

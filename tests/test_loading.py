@@ -8,7 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import gptqkit
-from gptqkit.errors import ArchitectureError, BackendError, CheckpointError, ConfigError, DatasetUnavailableError
+from gptqkit.errors import (
+    ArchitectureError,
+    BackendError,
+    CheckpointError,
+    ConfigError,
+    DatasetUnavailableError,
+    GptqkitError,
+)
 from gptqkit.kernels.linear import CpuLinear, QuantLinear
 from gptqkit.loading import is_quantized, load, load_float
 from support.models import OTHERS, build, save
@@ -168,7 +175,7 @@ def test_bad_requests(checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match="is not quantized"):
         load(tmp_path / "model")
     edit(checkpoint / "config.json", model_type="unheard_of", architectures=["UnheardOf"])
-    with pytest.raises(ArchitectureError, match="is not a model that can be loaded"):
+    with pytest.raises(ArchitectureError, match=r"config\.json cannot be read \(ValueError"):
         load(checkpoint, device="cpu")
 
 
@@ -188,3 +195,32 @@ def test_float_models_of_any_class(name, tmp_path):
         rewrite(tmp_path, lambda tensors: tensors.pop("model.norm.weight"))
         with pytest.raises(CheckpointError, match=r"lacks model\.norm\.weight"):
             load_float(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [
+        ("config.json", {"hidden_size": "64"}, "config.json"),
+        ("config.json", {"num_hidden_layers": [2]}, "config.json"),
+        ("config.json", {"rope_parameters": 7}, "config.json"),
+        ("config.json", {"architectures": [3]}, ""),
+        ("config.json", {"model_type": {"a": 1}}, "config.json"),
+        ("config.json", {"num_attention_heads": 0}, ""),
+        ("config.json", {"hidden_act": "unheard of"}, ""),
+        ("config.json", {"dtype": "float31"}, ""),
+        ("generation_config.json", {"cache_implementation": "unheard of"}, "generation_config.json"),
+        ("tokenizer.json", {"version": "1.0", "model": {"type": "BPE"}}, "tokenizer"),
+        ("tokenizer_config.json", {"tokenizer_class": 5}, "tokenizer"),
+    ],
+)
+def test_what_other_libraries_raise_about_files_becomes_one_line_that_names_them(file, content, named, tmp_path):
+    model = tmp_path / "model"
+    save(build("llama"), model)
+    before = json.loads((model / file).read_text()) if (model / file).exists() else {}
+    (model / file).write_text(json.dumps({**before, **content}))
+    with pytest.raises(GptqkitError) as caught:
+        gptqkit.quantize(model, None, tmp_path / "out", gptqkit.QuantizeConfig(method="rtn", group_size=32))
+    assert str(model) in str(caught.value)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is not None

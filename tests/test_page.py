@@ -73,7 +73,7 @@ def small_report(word="plain"):
             word: word,
         },
         "versions": {"torch": word, word: "1"},
-        "left_in_float": [word],
+        "left_in_float": {word: word},
         "modules": modules,
         "perplexity": [{"dataset": word, "perplexity": 40.25, "kl_divergence": 0.0125, word: word}],
     }

@@ -203,8 +203,14 @@ def test_leaving_out_stops_where_no_sample_is_left(tmp_path):
 
 
 IDS = samples().input_ids
-WITHOUT_BLOCKS = transformers.ResNetModel(transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1]))
+WITHOUT_TOKENS = transformers.ResNetModel(transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1]))
+ENCODER_DECODER = transformers.T5ForConditionalGeneration(
+    transformers.T5Config(vocab_size=96, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2)
+)
 MISSPELT = {"lm_head": SKIP, "donw_proj": SKIP}
+STRICT = {"strict": True}
+THREE_BITS = {"bits": 3, "run": STRICT}
+ODD, ODD_EXPERTS = build("mistral", intermediate_size=80), build("mixtral", intermediate_size=80)
 REFUSED = [
     (OutputExistsError, "there exists", {"out": "there"}),
     (OutputExistsError, "something else than a quantized model", {"out": "llama", "run": {"overwrite": True}}),
@@ -216,13 +222,18 @@ REFUSED = [
     (ConfigError, "device is 'meta'", {"run": {"device": "meta"}}),
     (NotADirectoryError, "short.txt", {"out": "short.txt/out"}),
     (ArchitectureError, "model is a Linear", {"model": nn.Linear(32, 32)}),
-    (ArchitectureError, "ResNetModel has no list of repeated blocks with Linear modules", {"model": WITHOUT_BLOCKS}),
+    (ArchitectureError, "ResNetModel has no embedding of token ids", {"model": WITHOUT_TOKENS}),
+    (ArchitectureError, "T5ForConditionalGeneration is an encoder-decoder", {"model": ENCODER_DECODER}),
     (ConfigError, r"'donw_proj' matches no Linear .* example model.layers.0.self_attn.q_proj", {"overrides": MISSPELT}),
-    (ArchitectureError, "the overrides leave no module", {"overrides": {"": SKIP}}),
+    (ArchitectureError, "no module is left to quantize: the overrides skip them all", {"overrides": {"": SKIP}}),
     (ConfigError, "lm_head shares its weight with the input embedding", {"lm_head": True}),
-    (ConfigError, "down_proj: 96 input features are not a multiple of group_size 64", {"group_size": 64}),
-    (ConfigError, r"gate_proj: \(80, 64\) is its shape", {"model": build("mistral", intermediate_size=80)}),
-    (ConfigError, r"experts.0.gate_proj: \(80, 64\)", {"model": build("mixtral", intermediate_size=80)}),
+    (ConfigError, r"2 Linears take smaller groups.*0\.mlp\.down_proj \(32 of 96\)", {"group_size": 64, "run": STRICT}),
+    (
+        ConfigError,
+        r"6 Linears stay in float.*gate_proj \(\(80, 64\) is its shape",
+        {"model": ODD, **THREE_BITS},
+    ),
+    (ConfigError, r"experts\.0\.gate_proj \(\(80, 64\) is its", {"model": ODD_EXPERTS, **THREE_BITS}),
 ]
 
 

@@ -9,11 +9,15 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.utils import logging as transformers_logging
 
+from .calibration.batches import out_of_memory
 from .errors import ArchitectureError, DatasetUnavailableError, GptqkitError
+from .export.scaled import has_scales
+
+LONGEST_QUOTE = 300  # characters of what another library says
 
 
 def model_class(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Any:
@@ -29,15 +33,40 @@ def model_class(config: PretrainedConfig, *, trust_remote_code: bool = False) ->
     return AutoModelForCausalLM
 
 
+def open_config(path_or_id: Path | str, *, trust_remote_code: bool = False) -> Any:
+    """Return the configuration of a model."""
+    file = Path(path_or_id) / "config.json"
+    with explain(file if file.exists() else path_or_id):
+        return AutoConfig.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
+
+
 def read_config(path: Path | str) -> Any:
     """Return the configuration of the model in a checkpoint, as if it were not quantized.
 
     What it says of quantization would put transformers' quantizers in charge.
     """
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config = open_config(path)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
+
+
+def take_generation_config(model: Any, path: Path) -> None:
+    """Give a model what generation_config.json in its folder says, where there is one."""
+    file = path / "generation_config.json"
+    if file.exists() and model.can_generate():
+        with explain(file):
+            model.generation_config = GenerationConfig.from_pretrained(path)
+
+
+def is_float(config: PretrainedConfig) -> bool:
+    """Whether a model has no quantized weights, but for FP8 and MXFP4, which are read; then `config` forgets these."""
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None and not has_scales(quantization):
+        return False
+    if quantization is not None:
+        del config.quantization_config  # else transformers would put its own quantizer in charge
+    return True
 
 
 def empty_model(
@@ -73,15 +102,22 @@ def initialize_buffers(model: Any) -> Any:
 
 @contextmanager
 def explain(path_or_id: Path | str) -> Iterator[None]:
-    """Turn what transformers raises about a model's files into our errors."""
+    """Turn whatever other libraries raise about a file, or the files of a model, into one line that names it.
+
+    Rust's panics among it, which are no `Exception`.
+    """
     try:
         yield
-    except GptqkitError:
+    except (GptqkitError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except OSError as error:
-        raise DatasetUnavailableError(f"{path_or_id} cannot be loaded: {error}") from error
-    except (KeyError, ValueError) as error:
-        raise ArchitectureError(f"{path_or_id} is not a model that can be loaded: {error}") from error
+    except BaseException as error:
+        if out_of_memory(error):
+            raise
+        said = " ".join(str(error).split())
+        what = f"{path_or_id} cannot be read ({type(error).__name__}: {said[:LONGEST_QUOTE]})"
+        if isinstance(error, OSError):
+            raise DatasetUnavailableError(what) from error
+        raise ArchitectureError(f"{what}; it is damaged, or nothing that this version of transformers knows") from error
 
 
 @contextmanager

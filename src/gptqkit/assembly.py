@@ -28,8 +28,12 @@ from .quantizer.quantized import QuantizedWeight
 
 
 def stored_module(model: FloatModel, name: str) -> str:
-    """Return what the checkpoint calls a module of the model."""
-    return model.names.stored(f"{name}.weight").removesuffix(".weight")
+    """Return what the checkpoint calls a module of the model: what its weight is called in the source's files.
+
+    Where that does not end in ".weight", the model's name, which transformers reads as well.
+    """
+    stored, suffix = model.names.stored(f"{name}.weight"), ".weight"
+    return stored.removesuffix(suffix) if stored.endswith(suffix) else name
 
 
 def write_part(

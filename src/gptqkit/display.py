@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
@@ -100,6 +101,7 @@ def quantization_summary(report: QuantizationReport) -> str:
     few = sorted((module for module in modules if module.prior_tokens), key=lambda module: module.tokens or 0)
     fewest = f"; filled up from their layers', the fewest {few[0].tokens} of their own" if few else ""
     left = 1 - report.quantized_weights / max(1, report.block_weights)
+    unfit = [f"{count} ({why})" for why, count in Counter(report.left_in_float.values()).most_common(4)]
     summary = {
         "modules": len(modules),
         "seconds": report.seconds,
@@ -111,7 +113,7 @@ def quantization_summary(report: QuantizationReport) -> str:
         "dead input columns": sum(module.dead_columns for module in modules) or None,
         "experts with few tokens": f"{_names(few)}{fewest}" if few else None,
         "left in floating point": f"{left:.1%} of the weights in the blocks" if left > 0 else None,
-        "Linears that compute something else": ", ".join(report.left_in_float) or None,
+        "Linears left in floating point": "; ".join(unfit) or None,
         "left-out samples": report.excluded_samples or None,
     }
     return key_values(summary | {f"perplexity on {row['dataset']}": row["perplexity"] for row in report.perplexity})

@@ -9,17 +9,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .architecture import empty_model, explain, model_class, read_config, without_bars
+from .architecture import (
+    empty_model,
+    explain,
+    is_float,
+    model_class,
+    open_config,
+    read_config,
+    take_generation_config,
+    without_bars,
+)
 from .bounds import confined
 from .errors import CheckpointError, ConfigError
 from .export.checkpoint import Checkpoint, open_checkpoint
 from .export.names import StoredNames
+from .export.scaled import has_scales
 from .export.shards import read_json, some
 from .kernels.backends import check_backend
 from .kernels.linear import make_linear, summarize
-from .model import EmptyModel
+from .model import EmptyModel, FloatModel
 from .saving import Saver
 from .targets import is_matrix, matrix
 
@@ -71,11 +81,8 @@ def load(
     install(empty, checkpoint, device=place, dtype=wanted, backend=backend)
     model = ready(empty, checkpoint, place)
     model.save_pretrained = Saver(model, checkpoint.path)
-    with explain(path):
-        if (checkpoint.path / "generation_config.json").exists():
-            model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
-        tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=False)
-    return model, tokenizer
+    take_generation_config(model, checkpoint.path)
+    return model, load_tokenizer(checkpoint.path, trust_remote_code=False)
 
 
 def ready(empty: EmptyModel, checkpoint: Checkpoint, device: torch.device) -> Any:
@@ -205,10 +212,14 @@ def load_float(
     """
     place = choose_device(device)
     with explain(path_or_id), without_bars(), confined(path_or_id):
-        config = AutoConfig.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
-        if hasattr(config, "quantization_config"):
+        config = open_config(path_or_id, trust_remote_code=trust_remote_code)
+        scaled = hasattr(config, "quantization_config")
+        if not is_float(config):
             raise CheckpointError(f"{path_or_id} is quantized; give its directory to gptqkit.load")
         wanted = _choose_dtype(dtype, config.dtype or torch.float32, place)
+        if scaled:
+            source = FloatModel(path_or_id, trust_remote_code=trust_remote_code)
+            return source.whole(place, wanted), load_tokenizer(source.path, trust_remote_code=trust_remote_code)
         kind = model_class(config, trust_remote_code=trust_remote_code)
         code = {"trust_remote_code": trust_remote_code} if kind is AutoModelForCausalLM else {}
         model, found = kind.from_pretrained(
@@ -225,7 +236,10 @@ def is_quantized(path_or_id: Path | str) -> bool:
     path = Path(path_or_id)
     if (path / "quantize_config.json").exists():
         return True
-    return (path / "config.json").exists() and bool(read_json(path / "config.json").get("quantization_config"))
+    if not (path / "config.json").exists():
+        return False
+    quantization = read_json(path / "config.json").get("quantization_config")
+    return bool(quantization) and not has_scales(quantization)
 
 
 def choose_device(device: torch.device | str) -> torch.device:
@@ -258,6 +272,7 @@ def load_tokenizer(path_or_id: Path | str, *, trust_remote_code: bool) -> Any | 
     path = Path(path_or_id)
     if path.is_dir() and not any(file.name.startswith(_TOKENIZER_FILES) for file in path.iterdir()):
         return None
-    return AutoTokenizer.from_pretrained(
-        path_or_id, trust_remote_code=trust_remote_code, local_files_only=path.is_dir()
-    )
+    with explain(f"the tokenizer of {path_or_id}"):
+        return AutoTokenizer.from_pretrained(
+            path_or_id, trust_remote_code=trust_remote_code, local_files_only=path.is_dir()
+        )

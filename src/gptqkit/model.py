@@ -14,18 +14,19 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
-from .architecture import empty_model, explain, without_bars
+from .architecture import empty_model, explain, is_float, open_config, take_generation_config, without_bars
 from .bounds import confined
 from .errors import CheckpointError, NonFiniteError
 from .experts import find_stacked, split_experts, stacked_names
 from .export.files import PICKLES, copy_beside
 from .export.names import StoredNames
-from .export.shards import Shards, some
+from .export.scaled import FloatShards
+from .export.shards import Shards, read_json, some
 from .targets import find_blocks, is_tied, output_layer
 
 _OTHER_WEIGHTS = (*PICKLES, ".gguf", ".onnx", ".h5", ".msgpack", ".ot")
@@ -109,13 +110,13 @@ class EmptyModel:
         stacked, working = self.stacked.state_dict(), self.model.state_dict()
         others: dict[str, Tensor] = {}
         for name in chosen:
-            stored, place = tensors.get(name), names.working(name)
+            stored, place = tensors.meta(name), names.working(name)
             single = place in self.split
             wanted = [working[str(place)]] if single else [stacked[each] for each in names.parameters(name)]
             if any(each.is_floating_point() for each in wanted) and not stored.is_floating_point():
                 raise CheckpointError(f"{name} is {stored.dtype}; floating point is needed: fetch the files again")
             if not single:
-                others[name] = stored.to("meta")
+                others[name] = stored
             elif stored.shape != wanted[0].shape:
                 raise _misfit(name, stored.shape, wanted[0].shape)
         self._load(others, torch.device("meta"))
@@ -174,13 +175,13 @@ class FloatModel:
         self._code = trust_remote_code
         with explain(path_or_id), without_bars():
             self.path = _local(path_or_id)
-            self._tensors = Shards.of_folder(self.path)
-            self.empty = open_empty(self.path, self._tensors, trust_remote_code=trust_remote_code)
+            stored = Shards.of_folder(self.path)
+            self.empty = open_empty(self.path, stored, trust_remote_code=trust_remote_code)
             self.model = self.empty.model
             self.dtype: torch.dtype = self.model.dtype
-            if (self.path / "generation_config.json").exists() and self.model.can_generate():
-                self.model.generation_config = GenerationConfig.from_pretrained(self.path)
+            take_generation_config(self.model, self.path)
         self.prefix, self.blocks = find_blocks(self.model)
+        self._tensors: Shards = FloatShards(stored, self.dtype, self._tile())
         self.names = StoredNames(self.empty.stacked, self.empty.names, self._tensors.where)
         self.passthrough = [name for name in self._tensors.where if not self.names.parameters(name)]
         found = {name for stored in self._tensors.where for name in self.names.parameters(stored)}
@@ -189,6 +190,11 @@ class FloatModel:
             raise CheckpointError(f"{path_or_id} lacks {some(sorted(missing))}; fetch its files again")
         self._check_more_blocks()
         self.empty.check(self._tensors, self.names, [name for name in self._tensors.where if self.names.known(name)])
+
+    def _tile(self) -> Any:
+        """Return the rows and columns of FP8 tensors that share a scale, where config.json says so."""
+        quantization = read_json(self.path / "config.json").get("quantization_config")
+        return quantization.get("weight_block_size") if isinstance(quantization, dict) else None
 
     def outside(self, device: torch.device, dtype: torch.dtype) -> Any:
         """Bring everything but the blocks, and but the output layer where that has weights of its own, for a while."""
@@ -207,6 +213,11 @@ class FloatModel:
         """Bring the weights of an output layer that has its own for a while."""
         own = self._own_head()
         return self._resident(output_layer(self.model) or nn.Module(), self._chosen(own.__contains__), device, dtype)
+
+    def whole(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+        """Return the model with all its weights, in evaluation mode."""
+        self.empty.fill(self._tensors, self.names, self._chosen(lambda _: True), device, dtype)
+        return self.model.to(device)
 
     def others(self, part: int | None, solved: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield what a part of the checkpoint (a block, or None for what is outside) holds beside the `solved` modules.
@@ -318,8 +329,8 @@ def open_empty(path_or_id: str | Path, tensors: Shards | None = None, *, trust_r
     """
     with explain(path_or_id), without_bars():
         with confined(path_or_id, tensors):
-            config = AutoConfig.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
-            if hasattr(config, "quantization_config"):
+            config = open_config(path_or_id, trust_remote_code=trust_remote_code)
+            if not is_float(config):
                 raise CheckpointError(f"{path_or_id} is quantized already; start from the float model")
             model = empty_model(config, config.dtype or torch.float32, trust_remote_code=trust_remote_code)
         return EmptyModel(model)

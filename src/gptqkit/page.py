@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import CheckpointError
 from .export.checkpoint import REPORT
-from .export.shards import read_json
+from .export.shards import read_json, some
 from .figures import Html, heat_legend, heat_map, line_chart, line_legend, shorten, tag
 from .heatmap import GAIN, LOSS, MOST_BLOCKS, HeatMap, Module
 
@@ -94,7 +94,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Module]]:
     """Return a report and its modules; the values that the page counts on have their types."""
     file = path / REPORT
     report = read_json(file)
-    kinds = {"model": str, "config": dict, "versions": dict, "left_in_float": list, "modules": list, "perplexity": list}
+    kinds = {"model": str, "config": dict, "versions": dict, "left_in_float": dict, "modules": list, "perplexity": list}
     for key, kind in kinds.items():
         _field(report, key, kind, file)
     for row in report.get("perplexity") or ():
@@ -156,7 +156,8 @@ def _summary(report: Mapping[str, Any], modules: Sequence[Module]) -> Iterable[H
             ("worse than plain rounding", worse),
         ]
     if report.get("left_in_float"):
-        facts.append(("left in floating point", ", ".join(map(_text, report["left_in_float"]))))
+        left = (f"{_text(name)} ({_text(why)})" for name, why in report["left_in_float"].items())
+        facts.append(("left in floating point", some(left)))
     for row in report.get("perplexity") or ():
         facts.append((f"perplexity on {_text(row.get('dataset'))}", row.get("perplexity")))
     yield _table((), facts)

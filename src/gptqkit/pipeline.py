@@ -7,6 +7,7 @@ solve, put the solutions in place; write the block, run what was written, let it
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Mapping, Sequence
 
@@ -18,9 +19,10 @@ from .calibration.batches import Batches
 from .calibration.samples import Samples
 from .calibration.statistics import InputStatistics
 from .distributed import Processes
+from .errors import ConfigError
 from .identity import versions
 from .job import Job
-from .model import FloatModel
+from .model import FloatModel, part_of
 from .progress import Progress, ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
 from .quantizer.methods import find_method
@@ -30,9 +32,10 @@ from .run import LARGEST_BATCH, Run
 from .solving import Measured, Solved, solve_all
 from .streams import Streams
 from .subsets import Group, Subset, portions
-from .targets import Target, find_head, find_targets, matrix
+from .targets import Target, find_head, find_targets, matrix, misfits
 from .verify import check_block
 
+_LOG = logging.getLogger("gptqkit")
 STATISTICS_BYTES = 8 << 30  # what the statistics of a layer's experts may take at once; more is done in several passes
 PROBE = Samples(torch.arange(16)[None])  # what blocks are run on where there is no calibration
 
@@ -43,7 +46,7 @@ class Pipeline:
     Without samples, which some methods can do without, no errors are reported. `progress` is called once per module.
 
     Attributes:
-        left: Linears that compute something else than Linears do, which stay in floating point.
+        left: Linears that stay in floating point because they cannot be quantized, and why.
 
     Raises:
         ArchitectureError, ConfigError: Modules that the settings do not fit; before any work.
@@ -65,6 +68,8 @@ class Pipeline:
         self.device, self.dtype = processes.device, torch.float32 if processes.device.type == "cpu" else model.dtype
         self.targets, self.left = find_targets(model.model, model.prefix, model.blocks, config)
         self.head = find_head(model.model, config)
+        self._strict = run.strict
+        self._tell(misfits(self.targets, self.left, config))
         self.calibrated = samples is not None
         self.paired = self.calibrated and "cross" in find_method(config.method).needs
         samples, size = samples or PROBE, run.batch_size or LARGEST_BATCH
@@ -73,6 +78,8 @@ class Pipeline:
             self.batches.counts[job.records[-1]["excluded"]] = False
             self.batches.size = job.records[-1]["batch_size"]
         self._progress = progress if processes.rank == 0 else silent
+        for record in job.records:
+            self.left |= record.get("left", {})
         self._done, self._total = len(job.reports), sum(map(len, self.targets)) + (self.head is not None)
 
     @torch.no_grad()
@@ -124,7 +131,8 @@ class Pipeline:
         twin = copy.deepcopy(block) if self.paired and targets else None  # it keeps the float weights
         if finished:
             part = open_part(self.job.folder, self.job.records[layer], self.config)
-            self._install({each.name: part.weight(stored_module(self.model, each.name)) for each in targets})
+            stored = {each.name: stored_module(self.model, each.name) for each in targets}
+            self._install({name: part.weight(place) for name, place in stored.items() if place in part.layers})
         else:
             self._commit(layer, *self._solve_block(layer, streams, twin), streams)
         if layer + 1 < len(self.model.blocks) or self.head is not None:
@@ -145,6 +153,11 @@ class Pipeline:
             return solved, reports
         solved, reports = {}, []
         groups = streams.trace(layer, self.targets[layer])
+        called = {target.name for group in groups for subset in group.subsets for target in subset}
+        silent = {each.name: "no forward pass calls it" for each in self.targets[layer] if each.name not in called}
+        self.left |= silent
+        self._total -= len(silent)
+        self._tell(misfits([], silent, self.config))
         for together in [[group] for group in groups] if self.config.true_sequential else [groups]:
             now: dict[str, QuantizedWeight] = {}
             pools: dict[Group, InputStatistics] = {}
@@ -178,6 +191,13 @@ class Pipeline:
                 )
             )
         return solved, reports
+
+    def _tell(self, problems: list[str]) -> None:
+        """Log what is not quantized as asked, or refuse it where that was wanted."""
+        if self._strict and problems:
+            raise ConfigError(f"{'; '.join(problems)}; change the settings for these, or leave strict out")
+        for line in problems if self.processes.rank == 0 else ():
+            _LOG.warning("%s", line)
 
     def _report(self, layer: int | None, one: Measured, target: Target, solved: Solved) -> ModuleReport:
         solution, statistics = solved.solution, one.statistics
@@ -215,6 +235,7 @@ class Pipeline:
     ) -> None:
         """Write what was solved, run what was written, and let it count."""
         progress = streams.progress()
+        progress["left"] = {name: why for name, why in self.left.items() if part_of(name, self.model.prefix) == layer}
         with self.processes.together():
             if self.processes.rank == 0:
                 part = write_part(self.job.stem(layer), self.model, layer, solved, self.config)

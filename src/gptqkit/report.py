@@ -68,7 +68,7 @@ class QuantizationReport:
         device: Type of device that did the work.
         seconds: Time from the call until the last module was solved, loading included.
         versions: Versions of the packages that took part.
-        left_in_float: Linears with a forward pass of their own, which no quantized layer can stand for.
+        left_in_float: Linears that could not be quantized, and why.
         modules: One entry per quantized module, in the order in which they were solved.
         perplexity: What was measured on the finished checkpoint: one row per text, with its name and the scores.
     """
@@ -86,7 +86,7 @@ class QuantizationReport:
     device: str
     seconds: float
     versions: dict[str, str]
-    left_in_float: list[str] = field(default_factory=list)
+    left_in_float: dict[str, str] = field(default_factory=dict)
     modules: list[ModuleReport] = field(default_factory=list)
     perplexity: list[dict[str, Any]] = field(default_factory=list)
 

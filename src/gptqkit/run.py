@@ -25,6 +25,8 @@ class Run:
             `resume` is set.
         resume: Continue the unfinished job for the same output folder, if there is one; the result is the same to the
             bit.
+        strict: Refuse a model with Linears that do not fit the format or the group size, instead of leaving them in
+            floating point or taking smaller groups.
         max_shard_bytes: Largest size of the checkpoint's files, unless a single tensor is larger.
         trust_remote_code: Run the Python code that comes with a float model.
 
@@ -37,6 +39,7 @@ class Run:
     activations: str = field(default="auto", metadata={"choices": PLACES})
     overwrite: bool = False
     resume: bool = False
+    strict: bool = False
     max_shard_bytes: int = 4 << 30
     trust_remote_code: bool = False
 

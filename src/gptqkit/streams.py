@@ -14,6 +14,7 @@ from .calibration.cache import ActivationCache
 from .calibration.capture import BlockCall, block_call, capture_inputs, head_input, routed_tokens, routing, trace_inputs
 from .calibration.statistics import InputStatistics
 from .distributed import Processes
+from .errors import ArchitectureError
 from .job import Job
 from .model import FloatModel
 from .solving import Measured
@@ -33,13 +34,13 @@ class Streams:
     def __init__(self, model: FloatModel, batches: Batches, processes: Processes, *, paired: bool, skip: bool) -> None:
         self.model, self.batches, self.processes, self.paired, self.skip = model, batches, processes, paired, skip
         self.caches: dict[str, ActivationCache] = {}
-        self._in_tuples = False  # whether blocks return tuples, as found when the first one runs
+        self._returned = 0  # how many values a block returns as a tuple, as found when the first one runs
 
     def begin(self, job: Job, dtype: torch.dtype, place: str) -> int:
         """Fill the caches with what was saved last, or with embeddings; return the block that comes next."""
         batches, states = self.batches, job.states
         if job.records:
-            self._in_tuples = job.records[-1]["in_tuples"]
+            self._returned = job.records[-1]["returned"]
         layer = 0 if states is None else int(states["layer"])
         shape = tuple(self._call(range(1), 0).hidden.shape[1:] if states is None else states["shape"])
         for stream in ("hidden", "float") if self.paired else ("hidden",):
@@ -61,7 +62,7 @@ class Streams:
         """
         self.batches.size = min(self.processes.gather(self.batches.size))
         excluded = (~self.batches.counts).nonzero().flatten().tolist()
-        return {"excluded": excluded, "batch_size": self.batches.size, "in_tuples": self._in_tuples}
+        return {"excluded": excluded, "batch_size": self.batches.size, "returned": self._returned}
 
     def trace(self, layer: int, targets: list[Target]) -> list[Group]:
         """Find the order of the Linears of a block, and which of them share an input, by running one sample."""
@@ -173,7 +174,7 @@ class Streams:
         model, head = self.model, output_layer(self.model.model) or nn.Module()
         tensors = self.batches.tensors(batch)
         return [
-            head_input(model.model, model.blocks, head, tensors, cache.read(batch), in_tuples=self._in_tuples)
+            head_input(model.model, model.blocks, head, tensors, cache.read(batch), returned=self._returned)
             for cache in self.caches.values()
         ]
 
@@ -189,7 +190,7 @@ class Streams:
     def _call(self, batch: range, layer: int) -> BlockCall:
         """Return how the model calls block `layer` on a batch."""
         tensors = self.batches.tensors(batch)
-        return block_call(self.model.model, self.model.blocks, layer, tensors, in_tuples=self._in_tuples)
+        return block_call(self.model.model, self.model.blocks, layer, tensors, returned=self._returned)
 
     def _forward(self, batch: range, layer: int, block: nn.Module, cache: ActivationCache) -> Tensor:
         """Return what leaves `block` of a batch."""
@@ -197,8 +198,13 @@ class Streams:
 
     def _run(self, call: BlockCall, hidden: Tensor, block: nn.Module) -> Tensor:
         output = call(block, hidden)
-        self._in_tuples = isinstance(output, (tuple, list))
-        states: Tensor = output[0] if self._in_tuples else output
+        self._returned = len(output) if type(output) in (tuple, list) else 0
+        states = output[0] if self._returned else output
+        if not isinstance(states, Tensor):
+            raise ArchitectureError(
+                f"a {type(block).__name__} returns a {type(output).__name__}, not hidden states, so this model cannot "
+                "be quantized block by block"
+            )
         return states
 
     def _statistics(self, target: Target, group: Group) -> InputStatistics:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .errors import ArchitectureError
 from .targets import Target
 
 Subset = list[Target]
@@ -28,27 +27,17 @@ def group_subsets(targets: Sequence[Target], found: Iterable[tuple[Sequence[str]
     """Return the targets of a block in the order of their first calls: the same matrix of all experts is one group.
 
     Experts are told by their names, which are equal up to a number inside. One that was not called stands beside those
-    that were.
+    that were; others that were not called are left out.
 
     Args:
         targets: Those of the block, in the order wanted inside a group.
         found: The names that share an input, in the order of the calls, and whether that held some tokens only.
-
-    Raises:
-        ArchitectureError: A target was not called, and is no expert beside others that were.
     """
     by_name = {target.inner: target for target in targets}
     place = {name: position for position, name in enumerate(by_name)}
     found = list(found)
     heard = {name for names, _ in found for name in names}
-    called = {_pattern(name) for name in heard}
     missing = [name for name in by_name if name not in heard]
-    silent = [by_name[name].name for name in missing if _pattern(name) not in called]
-    if silent:
-        raise ArchitectureError(
-            f"{', '.join(silent)}: not called in a forward pass, so there is nothing to calibrate with; leave them in "
-            "floating point with an override"
-        )
     partly = {_pattern(name) for names, partial in found if partial for name in names}
     partly |= {_pattern(name) for name in (*missing, *(name for name in heard if by_name[name].expert is not None))}
     groups: dict[tuple[str, ...], list[list[str]]] = {}

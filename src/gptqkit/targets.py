@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from .errors import ArchitectureError, ConfigError
 from .experts import Expert, is_split
 from .export.formats import find_format
+from .export.shards import some
 from .quantizer.config import QuantizeConfig
 
 
@@ -25,7 +28,7 @@ class Target:
         name: Its full name in the model.
         inner: Its name in its block; empty for the output layer.
         shape: (out, in).
-        config: The settings that hold for it.
+        config: The settings that hold for it; groups are smaller than asked for where those do not divide its columns.
         experts: Of a split expert: the name, in the block, of the module that holds all; `expert` is its number.
     """
 
@@ -71,8 +74,10 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the name of the list of repeated blocks and the list: the one that holds the most weights in matrices.
 
     Blocks may be of several kinds. In a composite model only the language part is searched. ArchitectureError where
-    there is no such list.
+    there is no such list, or where it is not a model that text alone goes through, from one end to the other.
     """
+    if isinstance(model, PreTrainedModel):
+        _check_kind(model)
     part = model.get_decoder() if isinstance(model, PreTrainedModel) else model
     found = _largest_list(model, part) or _largest_list(model, model)
     if found is None:
@@ -81,6 +86,25 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
             "shape can be quantized block by block"
         )
     return found
+
+
+def _check_kind(model: PreTrainedModel) -> None:
+    """Raise ArchitectureError for a model of two stacks, and for one that does not begin with token ids."""
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ArchitectureError(
+            f"{name} is an encoder-decoder, whose decoder reads what its encoder makes; only models with one stack of "
+            "blocks can be quantized"
+        )
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:
+        embedding = None
+    if not isinstance(getattr(embedding, "weight", None), Tensor):
+        raise ArchitectureError(
+            f"{name} has no embedding of token ids, so it cannot be calibrated with text; language models and text "
+            "encoders can be quantized"
+        )
 
 
 def _largest_list(model: nn.Module, part: nn.Module) -> tuple[str, nn.ModuleList] | None:
@@ -97,10 +121,11 @@ def _largest_list(model: nn.Module, part: nn.Module) -> tuple[str, nn.ModuleList
 
 def find_targets(
     model: PreTrainedModel, prefix: str, blocks: nn.ModuleList, config: QuantizeConfig
-) -> tuple[list[list[Target]], list[str]]:
-    """Return the Linears to be quantized, block by block, and the names of those that cannot be.
+) -> tuple[list[list[Target]], dict[str, str]]:
+    """Return the Linears to be quantized, block by block, and why others, by name, cannot be.
 
-    Routers stay in floating point. So do Linears with a forward pass of their own, which the second result names.
+    Those stay in floating point: Linears with a forward pass of their own, and shapes that the format cannot hold. So
+    do routers and what the overrides skip, which are not named.
 
     Raises:
         ConfigError: A module whose shape the settings do not fit, or an override that matches none.
@@ -113,7 +138,8 @@ def find_targets(
                 f"the override {pattern!r} matches no Linear of {type(model).__name__}, which has for example "
                 f"{', '.join(names[:3])}; correct the pattern or leave it out"
             )
-    targets, left = [], []
+    targets: list[list[Target]] = []
+    left: dict[str, str] = {}
     for layer, block in enumerate(blocks):
         routers = find_routers(block)
         chosen: list[Target] = []
@@ -122,27 +148,60 @@ def find_targets(
             settings = config.for_module(name)
             if settings is None or module in routers or not isinstance(module, (nn.Linear, Conv1D)):
                 continue
-            if is_matrix(module):
+            if not is_matrix(module):
+                left[name] = "it computes something else than a Linear does"
+                continue
+            try:
                 chosen.append(_target(name, inner, module, settings, block))
-            else:
-                left.append(name)
+            except ConfigError as error:
+                left[name] = str(error)
         targets.append(chosen)
     if not any(targets) and find_head(model, config) is None:
-        raise ArchitectureError("the overrides leave no module to quantize")
+        reasons = some(f"{name}: {why}" for name, why in left.items())
+        raise ArchitectureError(f"no module is left to quantize: {reasons or 'the overrides skip them all'}")
     return targets, left
 
 
 def _target(name: str, inner: str, module: nn.Module, config: QuantizeConfig, block: nn.Module | None) -> Target:
     rows, columns = matrix(module).shape
-    try:
-        find_format(config.format).check((rows, columns), config.group_size)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from error
+    find_format(config.format).check((rows, columns), config.bits)
+    if config.group_size is not None:
+        config = dataclasses.replace(config, group_size=fitting_group(columns, config.group_size))
     owner = inner.rpartition(".")[0]
     if block is not None and isinstance(block.get_submodule(owner), Expert):
         experts, _, number = owner.rpartition(".")
         return Target(name, inner, (rows, columns), config, experts, int(number))
     return Target(name, inner, (rows, columns), config)
+
+
+def misfits(targets: list[list[Target]], left: Mapping[str, str], config: QuantizeConfig) -> list[str]:
+    """Return what is not quantized as asked, in a line for each kind."""
+    lines = []
+    if left:
+        named = some(f"{name} ({why})" for name, why in left.items())
+        lines.append(f"{len(left)} Linears stay in floating point: {named}")
+    smaller = []
+    for target in [target for of_block in targets for target in of_block]:
+        asked = config.for_module(target.name)
+        if asked is not None and asked.group_size != target.config.group_size:
+            smaller.append(f"{target.name} ({target.config.group_size} of {target.shape[1]})")
+    if smaller:
+        lines.append(f"{len(smaller)} Linears take smaller groups, which divide their columns: {some(smaller)}")
+    return lines
+
+
+def fitting_group(columns: int, wanted: int) -> int:
+    """Return the size of groups that divides `columns` and comes closest to `wanted` from below.
+
+    Halves of it are tried first, down to 32: kernels are made for these.
+
+    >>> fitting_group(4096, 128), fitting_group(2880, 128), fitting_group(100, 128)
+    (128, 64, 100)
+    """
+    size = wanted
+    while columns % size and size >= 64:
+        size //= 2
+    return size if columns % size == 0 else max(size for size in range(1, wanted + 1) if columns % size == 0)
 
 
 def find_routers(block: nn.Module) -> set[nn.Module]:
@@ -187,7 +246,10 @@ def find_head(model: PreTrainedModel, config: QuantizeConfig) -> Target | None:
             "leave lm_head out"
         )
     settings = config.for_module(name)
-    return None if settings is None else _target(name, "", head, settings, None)
+    try:
+        return None if settings is None else _target(name, "", head, settings, None)
+    except ConfigError as error:
+        raise ConfigError(f"lm_head=True, but {name} cannot be packed: {error}; leave lm_head out") from error
 
 
 def output_layer(model: PreTrainedModel) -> nn.Module | None:

@@ -52,8 +52,9 @@ def check_block(
     try:
         found, expected = run(packed), run(block)
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+        cause = error.__cause__ or error
         raise CheckpointError(
-            f"block {layer} cannot run on its quantized layers ({type(error).__name__}: {error}); leave what is at "
+            f"block {layer} cannot run on its quantized layers ({type(cause).__name__}: {cause}); leave what is at "
             "fault in floating point with an override, and report this model"
         ) from error
     if _differs(found, expected, dtype):

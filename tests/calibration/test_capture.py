@@ -40,13 +40,13 @@ def test_block_by_block_equals_the_whole_forward_pass(name):
     model(**batch)
     for hook in hooks:
         hook.remove()
-    in_tuples = isinstance(seen[0], (tuple, list))
-    hidden = block_call(model, blocks, 0, batch, in_tuples=in_tuples).hidden
+    returned = len(seen[0]) if isinstance(seen[0], (tuple, list)) else 0
+    hidden = block_call(model, blocks, 0, batch, returned=returned).hidden
     for layer, block in enumerate(blocks):
-        hidden = first(block_call(model, blocks, layer, batch, in_tuples=in_tuples)(block, hidden))
+        hidden = first(block_call(model, blocks, layer, batch, returned=returned)(block, hidden))
         assert torch.equal(hidden, first(seen[layer]))
     if head is not None:
-        assert torch.equal(head_input(model, blocks, head, batch, hidden, in_tuples=in_tuples), seen[-1])
+        assert torch.equal(head_input(model, blocks, head, batch, hidden, returned=returned), seen[-1])
     assert blocks[0].forward is put_by_somebody
     assert all("forward" not in vars(block) for block in blocks[1:])
 
@@ -80,7 +80,7 @@ def test_linears_are_found_in_the_order_of_their_calls_with_what_they_share(name
     model(**batch)
     for hook in hooks:
         hook.remove()
-    call = block_call(model, blocks, 0, batch, in_tuples=False)
+    call = block_call(model, blocks, 0, batch, returned=0)
     found = trace_inputs(modules, lambda: call(blocks[0], call.hidden))
     shared = [tuple(inner.rpartition(".")[2] for inner in names) for names, _ in found]
     assert shared == ORDERS[name]

@@ -85,13 +85,11 @@ def test_grids_that_a_version_cannot_hold_are_counted():
 
 
 def test_shapes_are_checked_before_any_work():
-    VERSIONS[1].check((64, 96), 48)
-    VERSIONS[1].check((64, 96), None)
-    for shape in ((64, 100), (33, 96)):
-        with pytest.raises(ConfigError, match="multiples of 32 both ways"):
-            VERSIONS[1].check(shape, None)
-    with pytest.raises(ConfigError, match="96 input features are not a multiple of group_size 64"):
-        VERSIONS[1].check((64, 96), 64)
+    for bits, unit in ((2, 16), (3, 32), (4, 8), (8, 4)):  # of codes that fill whole int32 words
+        VERSIONS[1].check((unit, 3 * unit), bits)
+        for shape in ((unit, 3 * unit + unit // 2), (unit + 1, unit)):
+            with pytest.raises(ConfigError, match=f"packed {bits}-bit weights need multiples of {unit} both ways"):
+                VERSIONS[1].check(shape, bits)
 
 
 def test_what_other_programs_leave_out_or_write_differently():
