@@ -18,7 +18,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 MAX_TEXT_BYTES = 256 << 20
 """Largest size of JSON and other text that is parsed."""
 
-_TEXTS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_TEXTS = (".json", ".jinja", ".txt", ".md", ".model", ".tiktoken")
 _TEMPLATES = "additional_chat_templates"  # a folder that transformers reads
 
 
@@ -47,7 +47,8 @@ def check_file(file: Path, folder: Path | None = None) -> Path:
 def check_folder(folder: Path) -> None:
     """Check all files of a model's folder before other packages open them; CheckpointError as `check_file`."""
     for entry in (*_visible(folder), *_visible(folder / _TEMPLATES)):
-        if not entry.is_dir() or (entry.name == _TEMPLATES and entry.is_symlink()):
+        named_a_file = entry.suffix in (*_TEXTS, ".safetensors")
+        if not entry.is_dir() or named_a_file or (entry.name == _TEMPLATES and entry.is_symlink()):
             check_file(entry, folder)
 
 

@@ -35,9 +35,9 @@ class Shards:
 
     def __init__(self, where: Mapping[str, Path], handles: Mapping[Path, Any]) -> None:
         for name, file in where.items():
-            if not (len(name) <= LONGEST_NAME and name.isascii() and name.isprintable()):
+            if not (0 < len(name) <= LONGEST_NAME and name.isascii() and name.isprintable()):
                 raise CheckpointError(
-                    f"{file} holds a tensor called {ascii(name)[:40]}...; names are up to {LONGEST_NAME} printable "
+                    f"{file} holds a tensor called {ascii(name)[:40]}...; names are 1 to {LONGEST_NAME} printable "
                     "ASCII characters"
                 )
         self.where = dict(where)
@@ -54,7 +54,7 @@ class Shards:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}; it has {some(self.where)}")
         try:
             return cast(Tensor, self._handles[self.where[name]].get_tensor(name))
-        except SafetensorError as error:
+        except (SafetensorError, RuntimeError) as error:
             raise CheckpointError(f"{self.where[name]}: {name} cannot be read: {error}") from error
 
     def meta(self, name: str) -> Tensor:

@@ -3,16 +3,22 @@
 import json
 import os
 import pickle
+import re
+import resource
 import struct
+import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 import gptqkit
+from gptqkit.cli import main
 from gptqkit.errors import CheckpointError
 from gptqkit.export.checkpoint import open_checkpoint
+from support.jobs import processes
 from support.models import build as make_model
 from support.models import save
 from support.pipeline import quantize
@@ -126,8 +132,6 @@ def test_only_regular_files_of_the_folder_are_opened(build, tmp_path_factory, fi
         target = {"device": "/dev/zero", "secret": away / "secret", "outside": "../secret", "loop": file}[kind]
         (path.parent / "secret").write_bytes(b"secret")
         (path / file).symlink_to(target)
-    if (file, kind) == ("tokenizer.model", "folder"):  # nobody opens it
-        return
     for attempt in (gptqkit.load, gptqkit.inspect, partial(gptqkit.convert, target=away / "out", format="gptq_v2")):
         with pytest.raises(
             CheckpointError, match=rf"{file} (is no regular file|is a link that leaves|cannot be opened)"
@@ -205,3 +209,24 @@ def test_names_of_tensors_are_short_and_plain(build, name):
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
     assert time.monotonic() - begin < 1
+
+
+def limited(folder, out, room):
+    """Run two commands with so much memory beyond what the imports took."""
+    assert main(["inspect", str(folder)]) == 0
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, -1))
+    codes = [main(["inspect", str(folder)]), main(["convert", str(folder), str(out), "--format", "gptq_v2"])]
+    sys.exit(10 * codes[0] + codes[1])
+
+
+@pytest.mark.parametrize("room", [1 << 20, 160 << 20])
+def test_too_little_memory_is_one_line(build, tmp_path_factory, room):
+    """Too little to map the file, and enough for that, but not to write it."""
+    path = build({"lm_head.weight": torch.ones(32 << 20).half()})
+    out = tmp_path_factory.mktemp("made") / "out"
+    [ended] = processes(limited, path, out, room, log=out.with_name("say"))
+    assert ended.code == (11 if room < 2 << 20 else 1), ended.text
+    assert re.search(r"gptqkit: error: .*memory", ended.text)
+    assert "Traceback" not in ended.text
+    assert [each.name for each in out.parent.iterdir()] == ["say-0"]
