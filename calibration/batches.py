@@ -131,4 +131,5 @@ class Batches:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether torch found too little memory, on a GPU or for a CPU, where it has no error of its own for that."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    said = ("can't allocate memory", "Cannot allocate memory", "failed to map segment")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in said)

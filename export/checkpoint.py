@@ -18,6 +18,7 @@ from ..errors import CheckpointError
 from ..hub import fetch
 from ..quantizer.quantized import QuantizedWeight
 from .card import model_card, pipeline_tag
+from .files import check_folder
 from .formats import Declared, Format, LayerSpec, declared_format, find_format
 from .shards import Shards, read_json, same_bits, some, write_json
 
@@ -86,6 +87,7 @@ def open_checkpoint(path: Path | str, *, revision: str | None = None) -> Checkpo
         OSError: A file that cannot be read.
     """
     path = fetch(path, revision)
+    check_folder(path)
     model_config = read_json(path / "config.json")
     values = _quantization_config(path, model_config)
     declared = find_format(declared_format(values, str(path))).read_config(values, str(path))
@@ -96,6 +98,8 @@ def open_checkpoint(path: Path | str, *, revision: str | None = None) -> Checkpo
         name, _, suffix = full_name.rpartition(".")
         if suffix in layout.suffixes and name not in layers:
             layers[name] = layout.spec(name, tensors.below(name, (*layout.suffixes, "bias")), declared)
+            if f"{name}.weight" in tensors.where:
+                raise CheckpointError(f"{name} has a weight beside {full_name}; remove the one that is not meant")
     if not layers:
         raise CheckpointError(f"no tensor of {path} is quantized: none ends in .{layout.suffixes[0]}")
     known = {"path": path, "model_config": model_config, "quantization_config": values}

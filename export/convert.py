@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,8 +14,9 @@ from ..errors import CheckpointError, ConfigError, ConversionError, ShapeError
 from ..hub import fetch
 from ..quantizer.config import QuantizeConfig
 from .checkpoint import REPORT, Checkpoint, check_written, matrices, open_checkpoint, write_report
+from .files import copy_beside
 from .formats import FORMATS, find_format
-from .shards import MAX_SHARD_BYTES, PICKLES, join_files, read_json, same_bits, write_files, write_json
+from .shards import MAX_SHARD_BYTES, join_files, read_json, same_bits, write_files, write_json
 from .staging import staged
 
 _PART_BYTES = 1 << 30
@@ -58,27 +58,13 @@ def convert(
     if checkpoint.declared.format == format:
         raise ConversionError(f"{source} is {format} already; there is nothing to convert")
     with staged(target, overwrite=overwrite) as directory:
-        _copy(source, directory)
+        copy_beside(source, directory, leave=(".safetensors", ".safetensors.index.json"))
         parts = write_files(directory / ".part", _tensors(checkpoint, format), min(shard_size, _PART_BYTES))
         join_files(parts, directory, shard_size)
         for part in parts:
             part.unlink()
         _write_json(checkpoint, directory, format)
         _verify(checkpoint, open_checkpoint(directory))
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Copy files, also behind links, and folders, but for weights, pickles and what is hidden."""
-    for entry in sorted(source.iterdir()):
-        weights = entry.name.endswith((".safetensors", ".safetensors.index.json"))
-        if entry.name.startswith(".") or entry.suffix in PICKLES or weights:
-            continue
-        if entry.is_file():
-            shutil.copyfile(entry, target / entry.name)
-        elif entry.is_dir() and not entry.is_symlink():
-            shutil.copytree(
-                entry, target / entry.name, ignore=shutil.ignore_patterns(".*", *(f"*{k}" for k in PICKLES))
-            )
 
 
 def _tensors(checkpoint: Checkpoint, format: str) -> Iterator[tuple[str, Tensor]]:  # noqa: A002

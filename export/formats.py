@@ -5,11 +5,13 @@ A new format is one file of this folder, with a `Format`, and one entry of `FORM
 
 from __future__ import annotations
 
-import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
+
+import regex
 
 from ..errors import CheckpointError
 
@@ -25,6 +27,9 @@ FORMATS = {
 }
 """Every format by name, with the place of its `Format` in this package."""
 
+MATCHING_SECONDS = 5.0
+"""What matching the names of a checkpoint with its own patterns may take."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
@@ -36,6 +41,7 @@ class Declared:
         group_size: Columns per group; None for one group per row.
         sym: Symmetric.
         desc_act: Act-order; the tensors decide.
+        static_groups: Groups follow the original order even so.
         writer: The program that wrote it, where it says so.
         dynamic: Settings of single modules by regular expression on the full name, as GPTQModel writes them: "-:" at
             its beginning stands for modules in floating point.
@@ -46,16 +52,37 @@ class Declared:
     group_size: int | None
     sym: bool
     desc_act: bool
+    static_groups: bool = False
     writer: str | None = None
     dynamic: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    _spent: list[float] = field(default_factory=lambda: [0.0], repr=False, compare=False)
 
     def for_module(self, name: str) -> tuple[int, int | None, bool]:
-        """Return bits, group_size and sym of the module `name`: the first pattern that matches counts."""
+        """Return bits, group_size and sym of the module `name`: the first pattern that matches counts.
+
+        Raises:
+            CheckpointError: A pattern with which matching takes too long.
+        """
         for pattern, values in self.dynamic.items():
-            if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), name):
+            if not pattern.startswith("-:") and self._matches(pattern.removeprefix("+:"), name):
                 size = values.get("group_size") or self.group_size
                 return values.get("bits") or self.bits, None if size == -1 else size, bool(values.get("sym", self.sym))
         return self.bits, self.group_size, self.sym
+
+    def _matches(self, pattern: str, name: str) -> bool:
+        """Whether the name begins with what a pattern of unknown origin matches; all have `MATCHING_SECONDS` together.
+
+        Patterns can take exponential time, and Python's own `re` has no limit.
+        """
+        begin = time.monotonic()
+        try:
+            return regex.match(pattern, name, timeout=max(1e-3, MATCHING_SECONDS - sum(self._spent))) is not None
+        except TimeoutError as error:
+            raise CheckpointError(
+                f"dynamic's {pattern!r} takes more than {MATCHING_SECONDS} seconds to match; make it simpler"
+            ) from error
+        finally:
+            self._spent[0] += time.monotonic() - begin
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ Of a layer with K inputs, N outputs and G groups:
     qweight   int32 (K * bits / 32, N)     codes, a bit stream along K
     qzeros    int32 (G, N * bits / 32)     zero points, a bit stream along N; version 1 stores (zero - 1) mod 2^bits
     scales    float16 (G, N)               (bfloat16 is read, never written)
-    g_idx     int32 (K,)                   group of every input column; may be missing where it is trivial
+    g_idx     int32 (K,)                   group of every input column; may be missing where desc_act is off
 
 Version 1 therefore holds zero points 1 ... 2^bits and version 2 holds 0 ... 2^bits - 1; nothing else differs. The
 solver's grids for version 1 stay below 2^bits, which only files of other programs hold.
@@ -114,6 +114,10 @@ def layer_spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> 
                 "again"
             )
     index = tensors.get("g_idx")
+    if index is None and groups > 1 and declared.desc_act and not declared.static_groups:
+        raise CheckpointError(
+            f"{name}.g_idx is missing; with desc_act it says to which group a column belongs. Fetch the files again"
+        )
     if index is not None and not 0 <= int(index.min()) <= int(index.max()) < groups:
         raise CheckpointError(
             f"{name}.g_idx spans {int(index.min())} ... {int(index.max())}; the layer has groups 0 ... {groups - 1}. "

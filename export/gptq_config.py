@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import regex
+
 from ..errors import CheckpointError, ConfigError
 from ..quantizer.config import ModuleOverride, QuantizeConfig
 from ..version import __version__
@@ -42,8 +44,8 @@ def read_config(values: Mapping[str, Any], where: str) -> Declared:
         raise CheckpointError(f"{where}: dynamic must map regular expressions to objects")
     for pattern, rule in dynamic.items():
         try:
-            re.compile(pattern.removeprefix(FLOAT).removeprefix(CHANGED))
-        except re.error as error:
+            regex.compile(pattern.removeprefix(FLOAT).removeprefix(CHANGED))
+        except (regex.error, RecursionError, OverflowError) as error:
             raise CheckpointError(f"{where}: dynamic's {pattern!r} is not a regular expression: {error}") from error
         _check(rule, f"dynamic[{pattern!r}] of the quantization config")
     _check(values, where)
@@ -55,6 +57,7 @@ def read_config(values: Mapping[str, Any], where: str) -> Declared:
         group_size=None if size == -1 else size,
         sym=bool(values.get("sym", True)),
         desc_act=bool(values.get("desc_act", False)),
+        static_groups=bool(values.get("static_groups", False)),
         writer=", ".join(map(str, writer)) if isinstance(writer, list) else writer and str(writer),
         dynamic=dynamic,
     )

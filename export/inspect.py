@@ -134,7 +134,7 @@ def _rules(checkpoint: Checkpoint) -> list[tuple[Sequence[str], object, str]]:
     declared, layers, model = checkpoint.declared, checkpoint.layers, checkpoint.model_config
     specs = layers.values()
     v1 = declared.format == "gptq"
-    by_gptqmodel = re.search(r"gptqmodel:(\d+)\.(\d+)", declared.writer or "", re.IGNORECASE)
+    by_gptqmodel = re.search(r"gptqmodel:(\d{1,9})\.(\d{1,9})", declared.writer or "", re.IGNORECASE)
     trusted = by_gptqmodel is not None and tuple(map(int, by_gptqmodel.groups())) >= (0, 9)
     untried = [str(name) for name in model.get("architectures") or () if not str(name).endswith("ForCausalLM")]
     experts = any(".experts." in name for name in layers)

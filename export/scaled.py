@@ -76,8 +76,16 @@ class FloatShards(Shards):
         """Return the tensor called `name`; CheckpointError where it cannot be read, or its scales do not fit it."""
         if name not in self.scaled:
             return super().get(name)
+        return self._multiplied(name, *map(self._stored.get, self.scaled[name]))
+
+    def meta(self, name: str) -> Tensor:
+        """Return the shape and dtype of a tensor, as one on the meta device; CheckpointError as `get`."""
+        if name not in self.scaled:
+            return super().meta(name)
+        return self._multiplied(name, *map(self._stored.meta, self.scaled[name]))
+
+    def _multiplied(self, name: str, tensor: Tensor, scale: Tensor) -> Tensor:
         raw, scales = self.scaled[name]
-        tensor, scale = self._stored.get(raw), self._stored.get(scales)
         value = _from_fp8(tensor, scale, self._tile) if raw == name else _from_fp4(tensor, scale)
         if value is None:
             raise CheckpointError(

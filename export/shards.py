@@ -1,10 +1,11 @@
 """The safetensors files of a checkpoint directory as one set of named tensors, and how such files are written.
 
-Only safetensors files are ever opened: pickles can run code. Nothing outside the directory is followed.
+Only safetensors files are ever opened: pickles can run code.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -18,9 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .files import PICKLES, check_file
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 MAX_SHARD_BYTES = 4 << 30
+LONGEST_NAME = 500  # of a tensor: what becomes of names is found with regular expressions, which take time
 JOINED_BYTES = 64 << 20  # files are joined up to this, so that joining takes little memory
 
 
@@ -32,6 +34,12 @@ class Shards:
     """
 
     def __init__(self, where: Mapping[str, Path], handles: Mapping[Path, Any]) -> None:
+        for name, file in where.items():
+            if not (0 < len(name) <= LONGEST_NAME and name.isascii() and name.isprintable()):
+                raise CheckpointError(
+                    f"{file} holds a tensor called {ascii(name)[:40]}...; names are 1 to {LONGEST_NAME} printable "
+                    "ASCII characters"
+                )
         self.where = dict(where)
         self._handles = handles
 
@@ -46,8 +54,12 @@ class Shards:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}; it has {some(self.where)}")
         try:
             return cast(Tensor, self._handles[self.where[name]].get_tensor(name))
-        except SafetensorError as error:
+        except (SafetensorError, RuntimeError) as error:
             raise CheckpointError(f"{self.where[name]}: {name} cannot be read: {error}") from error
+
+    def meta(self, name: str) -> Tensor:
+        """Return the shape and dtype of a tensor, as one on the meta device; its values are not read."""
+        return self.get(name).to("meta")
 
     def slice(self, name: str) -> Any:
         """Return a handle of the tensor `name`, of which nothing is read yet, as transformers' loader takes it."""
@@ -235,11 +247,13 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _open(file: Path) -> Any:
     try:
-        return safe_open(file, framework="pt")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing, though the index names it; fetch it") from error
+        return safe_open(check_file(file), framework="pt")
     except SafetensorError as error:
         raise CheckpointError(f"{file} is damaged or cut off ({error}); fetch it again") from error
+    except (OSError, MemoryError) as error:
+        raise CheckpointError(
+            f"{file} cannot be mapped into memory ({error}); free some, or raise its limit"
+        ) from error
 
 
 def some(names: Iterable[str], limit: int = 4) -> str:
@@ -250,15 +264,25 @@ def some(names: Iterable[str], limit: int = 4) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`; CheckpointError where there is none."""
+    content = check_file(path).read_bytes()
     try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing; fetch it, or give the directory that holds it") from error
+        values = json.loads(content.decode("utf-8-sig"))
+        if rb"\u" in content:  # perhaps half of a surrogate pair, which nobody could write again
+            json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}); fetch it again") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} holds a JSON {type(values).__name__}, not an object; fetch it again")
     return cast(dict[str, Any], values)
+
+
+def digest(file: Path) -> str:
+    """Return the SHA-256 of a file."""
+    found = hashlib.sha256()
+    with file.open("rb") as stream:
+        while piece := stream.read(1 << 20):
+            found.update(piece)
+    return found.hexdigest()
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

@@ -1,11 +1,14 @@
 """A directory that appears complete or not at all.
 
-It is written beside its target, as `.NAME.gptqkit-incomplete-XXXXXXXX`, synced, and renamed; a crash leaves that there.
+It is written beside its target, as `.NAME.gptqkit-incomplete-XXXXXXXX`, synced, and renamed; a crash leaves that there,
+or what was to be replaced, as `.NAME.gptqkit-replaced-XXXXXXXX`. The next write of the same target removes both.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -27,16 +30,18 @@ def staged(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
         OutputExistsError, OSError: As `check_target`, or the disk refused; nothing is left behind.
     """
     target = Path(os.path.realpath(target))
+    remove_leftovers(target)
     check_target(target, overwrite=overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     directory = _beside(target, "incomplete")
     directory.mkdir()
-    try:
-        yield directory
-        replace_directory(directory, target, overwrite=overwrite)
-    except BaseException:  # Ctrl-C too: nothing half-written stays
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
+    with _held(directory):
+        try:
+            yield directory
+            replace_directory(directory, target, overwrite=overwrite)
+        except BaseException:  # Ctrl-C too: nothing half-written stays
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
 
 
 def replace_directory(directory: Path, target: Path, *, overwrite: bool = False) -> None:
@@ -49,6 +54,42 @@ def replace_directory(directory: Path, target: Path, *, overwrite: bool = False)
     check_target(target, overwrite=overwrite)
     _rename(directory, target)
     sync_directory(target.parent)
+
+
+def remove_leftovers(target: Path) -> None:
+    """Remove what crashes left beside `target`, but for what another process is still at work on.
+
+    Where a crash came between moving the old one away and the new one in, the old one comes back.
+    """
+    name = re.compile(rf"\.{re.escape(target.name)}\.gptqkit-(incomplete|replaced)-[0-9a-f]{{8}}")
+    for entry in sorted(target.parent.iterdir()) if target.parent.is_dir() else ():
+        found = name.fullmatch(entry.name)
+        if found is None or entry.is_symlink() or not entry.is_dir():
+            continue
+        with _held(entry) as ours:
+            if ours and found[1] == "replaced" and not os.path.lexists(target):
+                entry.rename(target)
+            elif ours:
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+@contextmanager
+def _held(directory: Path) -> Iterator[bool]:
+    """Lock a directory against `remove_leftovers` of other processes; gives whether that could be done."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
@@ -89,13 +130,14 @@ def _rename(directory: Path, target: Path) -> None:
         directory.rename(target)
         return
     old = _beside(target, "replaced")
-    target.rename(old)
-    try:
-        directory.rename(target)
-    except BaseException:
-        old.rename(target)
-        raise
-    shutil.rmtree(old)
+    with _held(target):
+        target.rename(old)
+        try:
+            directory.rename(target)
+        except BaseException:
+            old.rename(target)
+            raise
+        shutil.rmtree(old)
 
 
 def _beside(target: Path, what: str) -> Path:

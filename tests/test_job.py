@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import shutil
 import subprocess
@@ -9,15 +10,16 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
+import torch
 
 import gptqkit
 from gptqkit import identity, job
+from gptqkit.distributed import Processes
 from gptqkit.errors import ArchitectureError, CheckpointError, DoesNotFitError, OutputExistsError, ResumeError
 from gptqkit.job import work_path
 from support.jobs import (
     CASES,
     before_blocks,
-    broken,
     contents,
     die,
     file_operations,
@@ -25,7 +27,7 @@ from support.jobs import (
     quantize,
     too_little_memory,
 )
-from support.models import build, samples
+from support.models import build, overflowing, samples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -75,11 +77,13 @@ def test_a_job_stopped_anywhere_ends_in_the_same_files(
 
 def test_a_loaded_model_goes_on_after_its_last_block_and_counts_samples_left_out(tmp_path):
     text = samples(1).input_ids.clamp_(max=94).flatten()
-    quantize(broken(), "padded", tmp_path / "whole", evaluate_on=text)
+    quantize(overflowing("qwen2"), "padded", tmp_path / "whole", evaluate_on=text)
     with pytest.raises(Stop):
-        quantize(broken(), "padded", tmp_path / "out", evaluate_on=text, progress=at(1, stop, "evaluate"))
+        quantize(overflowing("qwen2"), "padded", tmp_path / "out", evaluate_on=text, progress=at(1, stop, "evaluate"))
     steps = []
-    result = quantize(broken(), "padded", tmp_path / "out", evaluate_on=text, resume=True, progress=steps.append)
+    result = quantize(
+        overflowing("qwen2"), "padded", tmp_path / "out", evaluate_on=text, resume=True, progress=steps.append
+    )
     assert {step.stage for step in steps} == {"evaluate"}  # every block had been kept
     assert result.report.excluded_samples == 1
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -216,7 +220,7 @@ def test_two_processes_are_not_at_work_on_one_job(job_models, undisturbed, tmp_p
     begun = work_path(out) / "job.json"
 
     def try_to_join():
-        for path in (begun, begun.with_name("gone")):  # and when the first is just about to delete all
+        for path in (begun, begun.with_name("job.json.tmp")):  # and when the first is just about to delete all
             begun.rename(path)
             with pytest.raises(ResumeError, match="another process is at work"):
                 quantize(job_models, "gptq", out, resume=True)
@@ -261,6 +265,77 @@ def test_resuming_is_advised_where_it_can_help(job_models, tmp_path, caplog, err
     with pytest.raises(error):
         quantize(job_models, "rtn", tmp_path / "out", progress=at(8, partial(stop, error)))
     assert f"1 finished blocks are kept in {work_path(tmp_path / 'out')}; {advice}" in caplog.text
+
+
+def test_whatever_is_damaged_is_never_resumed_from(job_models, undisturbed, tmp_path, monkeypatch):
+    """One bit of any file that a resume reads, or the file itself: refused by name, until the job is started anew."""
+    monkeypatch.setattr(job, "SAVE_SECONDS", 0)
+    out = tmp_path / "out"
+    with pytest.raises(Stop):
+        quantize(job_models, "gptaq", out, progress=at(17, stop))
+    files = [path for path in work_path(out).iterdir() if path.name != "lock"]
+    assert {path.suffix for path in files} == {".json", ".bin", ".safetensors"}
+    for file in files:
+        whole = file.read_bytes()
+        for place in (len(whole) // 2, len(whole) - 1):
+            flipped = bytearray(whole)
+            flipped[place] ^= 1
+            file.write_bytes(flipped)
+            with pytest.raises(ResumeError, match=rf"unfinished job is damaged: \S*{file.name}; .*--overwrite"):
+                quantize(job_models, "gptaq", out, resume=True)
+        if file.name not in ("job.json", "states.json") and not file.name.startswith("block-"):
+            file.unlink()
+            with pytest.raises(ResumeError, match=f"damaged: \\S*{file.name};"):
+                quantize(job_models, "gptaq", out, resume=True)
+        file.write_bytes(whole)
+    quantize(job_models, "gptaq", out, overwrite=True)
+    assert contents(out) == undisturbed("gptaq")[1]
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def contend(folder, rounds):
+    """Open and discard the same job again and again; die where another process holds it, too."""
+    held, alone = folder / "held", Processes(0, 1, torch.device("cpu"))
+    for _ in range(rounds):
+        with suppress(ResumeError), job.Job(folder / "out", {}, alone, resume=True, overwrite=False) as mine:
+            os.close(os.open(held, os.O_CREAT | os.O_EXCL))
+            held.unlink()
+            mine.check_shared()
+            raise ResumeError
+
+
+@pytest.mark.parametrize("rounds", [100, pytest.param(2000, marks=pytest.mark.slow)])
+def test_a_lock_is_never_held_twice(tmp_path, rounds):
+    ended = processes(contend, tmp_path, rounds, size=4, log=tmp_path / "log")
+    assert [each.code for each in ended] == [0] * 4, [each.text for each in ended]
+    assert not work_path(tmp_path / "out").exists()
+
+
+def test_what_no_job_wrote_is_never_deleted(job_models, tmp_path):
+    folder = work_path(tmp_path / "out")
+    for name in ("thesis.txt", "checkpoints", "block-00000.json.bak"):
+        folder.mkdir()
+        (folder / name).touch()
+        for options in ({}, {"resume": True}, {"overwrite": True}):
+            with pytest.raises(ResumeError, match=f"holds {name}, which no job wrote; move that away"):
+                quantize(job_models, "rtn", tmp_path / "out", **options)
+        assert [path.name for path in folder.iterdir()] == [name]
+        shutil.rmtree(folder)
+    folder.touch()
+    with pytest.raises(ResumeError, match="is no folder"):
+        quantize(job_models, "rtn", tmp_path / "out")
+    folder.unlink()
+
+
+def test_starting_beside_a_live_job_never_advises_to_delete_it(job_models, tmp_path):
+    out = tmp_path / "out"
+
+    def start():
+        for options in ({}, {"resume": True}, {"overwrite": True}):
+            with pytest.raises(ResumeError, match=r"another process is at work in .*; wait for it, or stop it$"):
+                quantize(job_models, "rtn", out, **options)
+
+    quantize(job_models, "rtn", out, progress=at(9, start))
 
 
 def test_a_target_that_exists_is_never_harmed(job_models, undisturbed, tmp_path):

@@ -16,7 +16,7 @@ from gptqkit.errors import (
     NonFiniteError,
     OutputExistsError,
 )
-from support.models import build, samples, save
+from support.models import build, overflowing, samples, save
 from support.pipeline import float_matrix, outputs, quantize, share_that_differs, weights
 from support.solvers import solve_gptaq, solve_gptq, solve_rtn
 
@@ -183,8 +183,7 @@ def test_rounding_needs_no_calibration_and_reports_no_error(tmp_path):
 
 @pytest.mark.parametrize("name", ["mistral", "mixtral"])
 def test_samples_with_non_finite_activations_stop_the_run_or_are_left_out(name, tmp_path):
-    model, ids = build(name), samples().input_ids.clamp(max=94)
-    model.get_input_embeddings().weight.data[95] = torch.nan
+    model, ids = overflowing(name), samples().input_ids.clamp(max=94)
     kept = Samples(ids[[0, 1, 2, 3, 5]].clone())
     ids[4, 3] = 95
     with pytest.raises(NonFiniteError, match=r"layers.0.self_attn.q_proj, block 0, calibration sample 4"):
@@ -198,7 +197,7 @@ def test_samples_with_non_finite_activations_stop_the_run_or_are_left_out(name, 
 
 def test_leaving_out_stops_where_no_sample_is_left(tmp_path):
     model = build("mistral")
-    model.model.layers[1].input_layernorm.weight.data[0] = torch.nan
+    model.model.layers[1].input_layernorm.weight.data[:] = 3e38
     with pytest.raises(NonFiniteError, match=r"none is left at the inputs of model.layers.1.self_attn.q_proj, block 1"):
         quantize(model, tmp_path / "out", skip_nonfinite=True)
 

@@ -123,7 +123,7 @@ def scale_norm(model):
 
 
 def scale_layer(model):
-    model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    model.model.layers[0].mlp.up_proj.dense.mul_(2)
 
 
 def replace_layer(model):

@@ -21,7 +21,7 @@ from .export.checkpoint import (
     write_configs,
 )
 from .export.formats import Declared, LayerSpec, find_format
-from .export.shards import Shards, join_files, same_bits, write_files
+from .export.shards import Shards, digest, join_files, same_bits, write_files
 from .model import FloatModel
 from .quantizer.config import QuantizeConfig
 from .quantizer.quantized import QuantizedWeight
@@ -67,7 +67,7 @@ def write_part(
 def record_of(part: Checkpoint) -> dict[str, Any]:
     """Return what `open_part` and `assemble` must know of a part, as plain values for JSON."""
     return {
-        "files": [file.name for file in part.tensors.files],
+        "digests": {file.name: digest(file) for file in part.tensors.files},
         "layers": {name: dataclasses.asdict(spec) for name, spec in part.layers.items()},
         "matrices": matrices(part.other_names, part.tensors),
     }
@@ -75,7 +75,7 @@ def record_of(part: Checkpoint) -> dict[str, Any]:
 
 def open_part(folder: Path, record: Mapping[str, Any], config: QuantizeConfig) -> Checkpoint:
     """Open what an earlier process wrote of a block."""
-    return _opened([folder / file for file in record["files"]], _specs([record]), config)
+    return _opened([folder / file for file in record["digests"]], _specs([record]), config)
 
 
 def assemble(
@@ -95,7 +95,7 @@ def assemble(
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     rest = ((name, tensor) for name, tensor in model.others(None, ()) if name.removesuffix(".weight") not in specs)
-    parts = [folder / file for record in records for file in record["files"]]
+    parts = [folder / file for record in records for file in record["digests"]]
     join_files([*parts, *write_files(folder / "outside", rest, max_shard_bytes)], directory, max_shard_bytes)
     floats = [name for record in records for name in record["matrices"]]
     quantization = find_format(config.format).write_config(config, specs, floats)

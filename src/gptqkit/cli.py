@@ -248,13 +248,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (GptqkitError, OSError) as error:
+    except (GptqkitError, OSError, MemoryError, RuntimeError, ImportError) as error:
+        if not isinstance(error, (GptqkitError, OSError, MemoryError)) and not _out_of_memory(error):
+            raise
         if arguments.verbose:
             traceback.print_exc()
         if not isinstance(error, AbandonedError) or _launched_rank() == 0:
-            print(f"gptqkit: error: {' '.join(str(error).split())}", file=sys.stderr)
+            said = " ".join(str(error).split()) or "there is too little memory"
+            print(f"gptqkit: error: {said}", file=sys.stderr)
         return 1
     return 0
+
+
+def _out_of_memory(error: Exception) -> bool:
+    from .calibration.batches import out_of_memory
+
+    return out_of_memory(error)
 
 
 def _quantize(arguments: argparse.Namespace) -> None:

@@ -18,9 +18,16 @@ GptqkitError
     └── AbandonedError                   another process failed, and reports why
 """
 
+LONGEST = 2000  # characters of a message
+
 
 class GptqkitError(Exception):
     """Base of every error that gptqkit raises on purpose."""
+
+    def __str__(self) -> str:
+        """Return the message; what it quotes from a file may be of any length, so its middle may be left out."""
+        text = super().__str__()
+        return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 4 :]}"
 
 
 class ConfigError(GptqkitError, ValueError):

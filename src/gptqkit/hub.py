@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from .errors import ConfigError, DatasetUnavailableError
-from .export.shards import PICKLES
+from .export.files import PICKLES
 
 UNUSED = (*PICKLES, ".gguf", ".onnx", ".h5", ".msgpack", ".ot")
 """How the names of weights end that are never read."""

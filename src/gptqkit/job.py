@@ -13,19 +13,22 @@ It stands beside the checkpoint to be, `.NAME.gptqkit-work`, and vanishes with t
 
 Hidden states are saved at most every few minutes (on disk they are there anyway): resuming runs the finished blocks
 after the last save again. Every file is synced before another one refers to it; what was never finished is written
-again under the same name.
+again under the same name. JSON files carry a checksum of their own, and one of every file that they refer to.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fcntl
+import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +37,10 @@ import torch
 from .assembly import record_of
 from .calibration.cache import ActivationCache
 from .distributed import Processes
-from .errors import GptqkitError, OutputExistsError, RankError, ResumeError
+from .errors import CheckpointError, GptqkitError, OutputExistsError, RankError, ResumeError
 from .export.checkpoint import Checkpoint
-from .export.shards import read_json, some
-from .export.staging import check_target, replace_directory, sync_directory
+from .export.shards import digest, read_json, some
+from .export.staging import check_target, remove_leftovers, replace_directory, sync_directory
 from .identity import differences, versions
 from .report import ModuleReport
 
@@ -45,6 +48,11 @@ _LOG = logging.getLogger("gptqkit")
 
 SAVE_SECONDS = 300.0
 """Least time between two saves of hidden states that are not on disk anyway."""
+
+_OWN = re.compile(  # the files of a job
+    r"lock|((job|states|complete|head|block-\d+)\.json|(outside|head|block-\d+)\.\d+\.safetensors)(\.tmp)?"
+    r"|(hidden|float)-\d+r?-\d+\.bin|checkpoint"
+)
 
 
 class Job:
@@ -70,10 +78,11 @@ class Job:
         with processes.together():
             if processes.rank == 0:
                 self._open(json.loads(json.dumps(identity)), resume=resume)
-        records = [*sorted(self.folder.glob("block-*.json")), *self.folder.glob("head.json")]
-        self.records: list[dict[str, Any]] = processes.gather([read_json(file) for file in records])[0]
-        saved = self.folder / "states.json"
-        self.states: dict[str, Any] | None = processes.gather(read_json(saved) if saved.exists() else None)[0]
+        with processes.together():
+            found = self._read() if processes.rank == 0 else ([], None)
+        self.records: list[dict[str, Any]]
+        self.states: dict[str, Any] | None
+        self.records, self.states = processes.gather(found)[0]
         self._start = self._saved = time.monotonic()
         self._before: float = self.records[-1]["seconds"] if self.records else 0.0
 
@@ -141,7 +150,7 @@ class Job:
         for stream, cache in caches.items():
             file = self.states_file(stream, layer)
             cache.save(file)
-            mine[stream] = (file.name, cache.samples.start, cache.samples.stop)
+            mine[stream] = (file.name, cache.samples.start, cache.samples.stop, digest(file))
         files = {stream: [of_one[stream] for of_one in self._processes.gather(mine)] for stream in mine}
         self.states = {"layer": layer, "shape": list(next(iter(caches.values())).shape), "files": files}
         if self._processes.rank == 0:
@@ -155,7 +164,7 @@ class Job:
 
     def load_states(self, stream: str, cache: ActivationCache) -> None:
         """Fill `cache` with what was saved last, by whichever processes."""
-        for name, start, stop in (self.states or {"files": {stream: []}})["files"][stream]:
+        for name, start, stop, _ in (self.states or {"files": {stream: []}})["files"][stream]:
             cache.load(self.folder / name, range(start, stop))
 
     def publish(self, directory: Path) -> None:
@@ -166,28 +175,31 @@ class Job:
 
     def _open(self, identity: Mapping[str, Any], *, resume: bool) -> None:
         """Make the work directory, or take it up."""
-        if self.folder.is_symlink():
-            raise ResumeError(f"{self.folder} is a link, and jobs need a folder of their own there; remove it")
         known, complete = (self.folder / name for name in ("job.json", "complete.json"))
-        appeared = complete.exists() and not (self.folder / "checkpoint").exists()
-        if self.folder.exists() and (appeared or not known.exists()):  # of a job killed in its first or last steps
-            self._lock_it()
-            self._discard()
-        environment = {"threads": torch.get_num_threads(), "processes": self._processes.size, **versions()}
+        remove_leftovers(Path(os.path.realpath(self.out)))
         if not self.folder.exists():
             check_target(self.out, overwrite=self._overwrite)
-            self.folder.mkdir(parents=True)
-            self._lock_it()
+        self._lock_it()
+        appeared = complete.exists() and not (self.folder / "checkpoint").exists()
+        unfinished = known.exists() and not appeared  # else one that was killed in its first or last steps
+        environment = {"threads": torch.get_num_threads(), "processes": self._processes.size, **versions()}
+        if not unfinished or (self._overwrite and not resume):
+            self._clear()
+            try:
+                check_target(self.out, overwrite=self._overwrite)
+            except BaseException:
+                self._discard()
+                raise
             self._write_json(known.name, {"job": identity, "environment": environment})
             sync_directory(self.folder.parent)
             return
         if not resume:
+            os.close(self._lock)
             raise OutputExistsError(
                 f"{self.folder} holds an unfinished job for {self.out.name}; resume it (resume=True, --resume), or "
                 "delete that folder to start again"
             )
-        self._lock_it()
-        begun = read_json(known)
+        begun = self._read_json(known)
         different = differences(begun["job"], identity)
         if different:
             os.close(self._lock)
@@ -202,29 +214,97 @@ class Job:
         sync_directory(self.folder)
 
     def _lock_it(self) -> None:
-        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._lock)
-            raise ResumeError(f"another process is at work in {self.folder}; wait for it, or stop it") from error
+        """Lock the work directory, made where it is not there, against all other processes.
+
+        Raises:
+            ResumeError: Another process has locked it, or what stands there was not made by a job.
+        """
+        while True:
+            if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
+                raise ResumeError(f"{self.folder} is no folder, and jobs need one of their own there; remove it")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            foreign = [entry.name for entry in self.folder.iterdir() if not _OWN.fullmatch(entry.name)]
+            if foreign:
+                raise ResumeError(
+                    f"{self.folder} holds {some(foreign)}, which no job wrote; move that away, or choose another output"
+                )
+            try:
+                self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            except FileNotFoundError:  # another process has just deleted the folder
+                continue
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                os.close(self._lock)
+                raise ResumeError(f"another process is at work in {self.folder}; wait for it, or stop it") from error
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._lock), (self.folder / "lock").stat()):
+                    return
+            os.close(self._lock)  # the lock of a job that was just deleted: nobody else would look at it
+
+    def _clear(self) -> None:
+        """Delete the job and all that it made, but for the lock."""
+        (self.folder / "job.json").unlink(missing_ok=True)  # from here on nobody resumes it
+        for entry in self.folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name != "lock":
+                entry.unlink(missing_ok=True)
 
     def _discard(self) -> None:
-        """Delete the job and all that it made."""
-        (self.folder / "job.json").unlink(missing_ok=True)  # from here on nobody resumes it
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Delete the work directory."""
+        self._clear()
+        (self.folder / "lock").unlink(missing_ok=True)
+        with suppress(OSError):  # another process has made its lock there by now
+            self.folder.rmdir()
         os.close(self._lock)
         self._lock = -1
+
+    def _read(self) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+        """Read what finished blocks and saved hidden states there are, and check every file that they refer to."""
+        files = [*sorted(self.folder.glob("block-*.json")), *self.folder.glob("head.json")]
+        records, saved = [self._read_json(file) for file in files], self.folder / "states.json"
+        states = self._read_json(saved) if saved.exists() else None
+        expected_of = {name: expected for record in records for name, expected in record["digests"].items()}
+        for of_stream in (states or {"files": {}})["files"].values():
+            expected_of |= {name: expected for name, _, _, expected in of_stream}
+        for name, expected in expected_of.items():
+            file = self.folder / name
+            if not file.is_file() or digest(file) != expected:
+                raise self._damaged(file)
+        return records, states
+
+    def _damaged(self, file: Path) -> ResumeError:
+        os.close(self._lock)
+        self._lock = -1
+        return ResumeError(
+            f"the unfinished job is damaged: {file}; delete {self.folder}, or start anew with --overwrite "
+            "(overwrite=True)"
+        )
+
+    def _read_json(self, file: Path) -> dict[str, Any]:
+        """Read what `_write_json` wrote."""
+        try:
+            values: dict[str, Any] = read_json(file)
+        except CheckpointError as error:
+            raise self._damaged(file) from error
+        if values.pop("sha256", None) != _checksum(values):
+            raise self._damaged(file)
+        return values
 
     def _write_json(self, name: str, values: Mapping[str, Any]) -> None:
         """Write a JSON file for good."""
         temporary = self.folder / f"{name}.tmp"
         with temporary.open("w", encoding="utf-8") as file:
-            json.dump(values, file)
+            json.dump({**values, "sha256": _checksum(json.loads(json.dumps(values)))}, file)
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(self.folder / name)
         sync_directory(self.folder)
+
+
+def _checksum(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def work_path(target: Path) -> Path:

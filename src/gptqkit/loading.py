@@ -21,6 +21,7 @@ from .architecture import (
     take_generation_config,
     without_bars,
 )
+from .bounds import confined
 from .errors import CheckpointError, ConfigError, DatasetUnavailableError
 from .export.checkpoint import Checkpoint, open_checkpoint
 from .export.names import StoredNames
@@ -76,9 +77,11 @@ def load(
     place = choose_device(device)
     checkpoint = open_checkpoint(path, revision=revision)
     with explain(path):
-        config = read_config(checkpoint.path)
-        wanted = _choose_dtype(dtype, config.dtype or torch.float16, place)
-        empty = EmptyModel(empty_model(config, wanted))
+        with confined(path, checkpoint.tensors):
+            config = read_config(checkpoint.path)
+            wanted = _choose_dtype(dtype, config.dtype or torch.float16, place)
+            built = empty_model(config, wanted)
+        empty = EmptyModel(built)
     install(empty, checkpoint, device=place, dtype=wanted, backend=backend)
     model = ready(empty, checkpoint, place)
     model.save_pretrained = Saver(model, checkpoint.path)
@@ -125,6 +128,10 @@ def install(
         BackendError: `backend` cannot serve a layer.
     """
     names = StoredNames(empty.stacked, empty.names, checkpoint.float_names)
+    places = {names.working(f"{name}.weight") for name in checkpoint.layers} - {None}
+    twice = [name for name in checkpoint.other_names if names.working(name) in places]
+    if twice:
+        raise CheckpointError(f"{some(twice)}: the layer is quantized, too; remove the one that is not meant")
     for name in checkpoint.layers:
         if whole or names.known(f"{name}.weight"):
             path = _place(empty, checkpoint, names, name)
@@ -177,8 +184,9 @@ def _bias(name: str, bias: Tensor | None, owner: Any) -> Tensor | None:
 def _check_rest(empty: EmptyModel, checkpoint: Checkpoint, names: StoredNames) -> None:
     """Refuse stored tensors that the model has no place for."""
     meta = checkpoint.quantization_config.get("meta")
-    allowed = {name for name, _ in empty.model.named_buffers()}
-    allowed |= set(meta.get("passthrough_tensors", ()) if isinstance(meta, dict) else ())
+    allowed = {name for name, _ in empty.stacked.named_buffers()}
+    passed = meta.get("passthrough_tensors") if isinstance(meta, dict) else None
+    allowed |= {name for name in passed if isinstance(name, str)} if isinstance(passed, list) else set()
     ignored = re.compile("|".join([*_STALE, *(empty.stacked._keys_to_ignore_on_load_unexpected or ())]))
     rest = [name for name in checkpoint.other_names if not names.known(name)]
     unexpected = [name for name in rest if name not in allowed and not ignored.search(name)]
@@ -208,7 +216,7 @@ def load_float(
         ConfigError: A device or dtype that cannot be.
     """
     place, path_or_id = choose_device(device), fetch(path_or_id, revision)
-    with explain(path_or_id), without_bars():
+    with explain(path_or_id), without_bars(), confined(path_or_id):
         config = open_config(path_or_id, trust_remote_code=trust_remote_code)
         scaled = hasattr(config, "quantization_config")
         if not is_float(config):
@@ -272,7 +280,9 @@ def load_tokenizer(path_or_id: Path | str, *, trust_remote_code: bool) -> Any | 
     if path.is_dir() and not any(file.name.startswith(_TOKENIZER_FILES) for file in path.iterdir()):
         return None
     with explain(f"the tokenizer of {path_or_id}"):
-        return AutoTokenizer.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            path_or_id, trust_remote_code=trust_remote_code, local_files_only=path.is_dir()
+        )
 
 
 def open_tokenizer(tokenizer: Any, *, trust_remote_code: bool = False) -> Any:

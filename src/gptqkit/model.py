@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
-import shutil
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,8 +19,10 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from .architecture import empty_model, explain, is_float, open_config, take_generation_config, without_bars
-from .errors import CheckpointError
+from .bounds import confined
+from .errors import CheckpointError, NonFiniteError
 from .experts import find_stacked, split_experts, stacked_names
+from .export.files import copy_beside
 from .export.names import StoredNames
 from .export.scaled import FloatShards
 from .export.shards import Shards, read_json, some
@@ -74,16 +75,18 @@ class EmptyModel:
 
         Raises:
             CheckpointError: They do not fit the model.
+            NonFiniteError: They hold NaN or infinity.
         """
         of_experts = {name: place for name in chosen if (place := names.working(name)) in self.split}
         others = [name for name in chosen if name not in of_experts]
-        self._load(tensors, others, device)
+        self._load({name: tensors.slice(name) for name in others}, device)
         stacks: dict[str, dict[str, Tensor]] = defaultdict(dict)
         made: dict[int, nn.Parameter] = {}  # what is tied stays one tensor
         for name, parameter in list(self.stacked.named_parameters(remove_duplicate=False)):
             if parameter.is_meta:
                 continue
             own = made.setdefault(id(parameter), _parameter(parameter, device, dtype))
+            _check_finite(name, own)
             if name in self.experts:
                 stacks[self.experts[name]][name.rpartition(".")[2]] = own
             else:
@@ -96,13 +99,28 @@ class EmptyModel:
             if key in self.stacked.get_submodule(owner)._buffers:
                 self.model.get_submodule(owner)._buffers[key] = self.stacked.get_submodule(owner)._buffers[key]
         for name, place in of_experts.items():
-            before, stored = self.model.get_parameter(str(place)), tensors.get(name)
-            if stored.shape != before.shape:
-                raise _misfit(name, stored.shape, before.shape)
-            _set(self.model, str(place), _parameter(stored, device, dtype or before.dtype))
+            own = _parameter(tensors.get(name), device, dtype or self.model.get_parameter(str(place)).dtype)
+            _check_finite(name, own)
+            _set(self.model, str(place), own)
 
-    def _load(self, tensors: Shards, chosen: list[str], device: torch.device) -> None:
-        """Let transformers load stored tensors into its form of the model."""
+    def check(self, tensors: Shards, names: StoredNames, chosen: Iterable[str]) -> None:
+        """Raise CheckpointError where stored tensors do not fit the model; none of them is read."""
+        stacked, working = self.stacked.state_dict(), self.model.state_dict()
+        others: dict[str, Tensor] = {}
+        for name in chosen:
+            stored, place = tensors.meta(name), names.working(name)
+            single = place in self.split
+            wanted = [working[str(place)]] if single else [stacked[each] for each in names.parameters(name)]
+            if any(each.is_floating_point() for each in wanted) and not stored.is_floating_point():
+                raise CheckpointError(f"{name} is {stored.dtype}; floating point is needed: fetch the files again")
+            if not single:
+                others[name] = stored
+            elif stored.shape != wanted[0].shape:
+                raise _misfit(name, stored.shape, wanted[0].shape)
+        self._load(others, torch.device("meta"))
+
+    def _load(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Let transformers load stored tensors, or handles of them, into its form of the model."""
         dtype = self.stacked.dtype
         settings = LoadStateDictConfig(
             dtype=dtype,
@@ -110,9 +128,8 @@ class EmptyModel:
             device_map={"": device},
             weight_mapping=get_model_conversion_mapping(self.stacked),
         )
-        state = {name: tensors.slice(name) for name in chosen}
         with without_bars():
-            found, _ = convert_and_load_state_dict_in_model(self.stacked, state, settings)
+            found, _ = convert_and_load_state_dict_in_model(self.stacked, dict(state), settings)
         for name, stored, needed in found.mismatched_keys:
             raise _misfit(name, stored, needed)
         if found.conversion_errors or found.error_msgs:
@@ -157,18 +174,21 @@ class FloatModel:
         self._code = trust_remote_code
         with explain(path_or_id), without_bars():
             self.path = fetch(path_or_id, revision)
-            self.empty = open_empty(self.path, trust_remote_code=trust_remote_code)
+            stored = Shards.of_folder(self.path)
+            self.empty = open_empty(self.path, stored, trust_remote_code=trust_remote_code)
             self.model = self.empty.model
             self.dtype: torch.dtype = self.model.dtype
             take_generation_config(self.model, self.path)
         self.prefix, self.blocks = find_blocks(self.model)
-        self._tensors: Shards = FloatShards(Shards.of_folder(self.path), self.dtype, self._tile())
+        self._tensors: Shards = FloatShards(stored, self.dtype, self._tile())
         self.names = StoredNames(self.empty.stacked, self.empty.names, self._tensors.where)
         self.passthrough = [name for name in self._tensors.where if not self.names.parameters(name)]
         found = {name for stored in self._tensors.where for name in self.names.parameters(stored)}
         missing = set(self.empty.stacked.state_dict()) - found - self._made_elsewhere()
         if missing:
             raise CheckpointError(f"{path_or_id} lacks {some(sorted(missing))}; fetch its files again")
+        self._check_more_blocks()
+        self.empty.check(self._tensors, self.names, [name for name in self._tensors.where if self.names.known(name)])
 
     def _tile(self) -> Any:
         """Return the rows and columns of FP8 tensors that share a scale, where config.json says so."""
@@ -178,6 +198,8 @@ class FloatModel:
     def outside(self, device: torch.device, dtype: torch.dtype) -> Any:
         """Bring everything but the blocks, and but the output layer where that has weights of its own, for a while."""
         head = self._own_head()
+        for name in self._chosen(head.__contains__):  # if it is only copied, nobody else looks at it
+            _check_finite(name, self._tensors.get(name))
         chosen = self._chosen(lambda name: part_of(name, self.prefix) is None and name not in head)
         return self._resident(self.model, chosen, device, dtype)
 
@@ -227,15 +249,8 @@ class FloatModel:
 
     def copy_files(self, directory: Path) -> None:
         """Copy what belongs to the model beside its weights, but for what is there already and for code."""
-        for entry in sorted(self.path.iterdir()):
-            there = directory / entry.name
-            weights = entry.name.endswith((*UNUSED, ".safetensors", ".index.json"))
-            if entry.name.startswith(".") or entry.name == "README.md" or weights:
-                continue
-            if entry.is_file() and not there.exists() and (self._code or entry.suffix != ".py"):
-                shutil.copyfile(entry, there)
-            elif entry.is_dir() and not entry.is_symlink() and (entry / "config.json").exists():
-                shutil.copytree(entry, there, dirs_exist_ok=True)  # such as 1_Pooling of a sentence-embedding model
+        leave = ("README.md", ".safetensors", ".index.json", *UNUSED, *(() if self._code else (".py",)))
+        copy_beside(self.path, directory, leave=leave, folders=False)
 
     @contextmanager
     def _resident(
@@ -250,6 +265,20 @@ class FloatModel:
             yield
         finally:
             self.empty.clear(module)
+
+    def _check_more_blocks(self) -> None:
+        """Refuse tensors of blocks beyond those that the model has, but for what transformers leaves out on purpose."""
+        blocks = {_pattern(name) for name in self._tensors.where if name not in self.passthrough}
+        ignored = "|".join(self.empty.stacked._keys_to_ignore_on_load_unexpected or ())
+        extra = [name for name in self.passthrough if _pattern(name) in blocks and _number(name) >= len(self.blocks)]
+        predicting = getattr(self.model.config.get_text_config(), "num_nextn_predict_layers", None) or 0
+        extra = [name for name in extra if _number(name) >= len(self.blocks) + predicting]
+        extra = [name for name in extra if not (ignored and re.search(ignored, name))]
+        if extra:
+            raise CheckpointError(
+                f"{self.path} holds {some(extra)}, but config.json describes {len(self.blocks)} blocks; fetch "
+                "config.json again"
+            )
 
     def _chosen(self, wanted: Any) -> list[str]:
         """Return the stored tensors of which some parameter is wanted."""
@@ -287,8 +316,10 @@ class FloatModel:
         }
 
 
-def open_empty(path_or_id: str | Path, *, trust_remote_code: bool = False) -> EmptyModel:
+def open_empty(path_or_id: str | Path, tensors: Shards | None = None, *, trust_remote_code: bool = False) -> EmptyModel:
     """Return the float model of a folder or Hub id without its weights, in the dtype of its files.
+
+    `tensors` are those of the folder, where they are open already.
 
     Raises:
         DatasetUnavailableError: It cannot be found or fetched.
@@ -296,10 +327,12 @@ def open_empty(path_or_id: str | Path, *, trust_remote_code: bool = False) -> Em
         ArchitectureError: A model that transformers does not know, or only by running its code.
     """
     with explain(path_or_id), without_bars():
-        config = open_config(path_or_id, trust_remote_code=trust_remote_code)
-        if not is_float(config):
-            raise CheckpointError(f"{path_or_id} is quantized already; start from the float model")
-        return EmptyModel(empty_model(config, config.dtype or torch.float32, trust_remote_code=trust_remote_code))
+        with confined(path_or_id, tensors):
+            config = open_config(path_or_id, trust_remote_code=trust_remote_code)
+            if not is_float(config):
+                raise CheckpointError(f"{path_or_id} is quantized already; start from the float model")
+            model = empty_model(config, config.dtype or torch.float32, trust_remote_code=trust_remote_code)
+        return EmptyModel(model)
 
 
 def part_of(name: str, prefix: str) -> int | None:
@@ -321,6 +354,22 @@ def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 def _parameter(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> nn.Parameter:
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     return nn.Parameter(tensor.detach().to(device, wanted), requires_grad=False)
+
+
+def _check_finite(name: str, tensor: Tensor) -> None:
+    ordered = tensor.numel() and tensor.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    if ordered and not all(map(torch.isfinite, tensor.aminmax())):
+        raise NonFiniteError(f"{name} holds NaN or infinity; fetch the files again")
+
+
+def _number(name: str) -> int:
+    """Return the first number among the parts of a name, -1 where there is none."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), -1)
+
+
+def _pattern(name: str) -> str:
+    """Return a name without its first number, which is that of a block."""
+    return re.sub(r"\.\d+\.", ".*.", name, count=1)
 
 
 def _misfit(name: str, found: Iterable[int], needed: Iterable[int]) -> CheckpointError:

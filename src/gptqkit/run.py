@@ -21,7 +21,8 @@ class Run:
         batch_size: Samples per forward pass, by default 8; halved when memory runs out. Like the number of threads, it
             changes the order of sums, and so perhaps a few codes.
         activations: Where to keep hidden states between blocks; "auto" takes the fastest place where they fit.
-        overwrite: Replace the output folder if it is a quantized checkpoint.
+        overwrite: Replace the output folder if it is a quantized checkpoint, and an unfinished job for it, unless
+            `resume` is set.
         resume: Continue the unfinished job for the same output folder, if there is one; the result is the same to the
             bit. What is finished is left as it is.
         strict: Refuse a model with Linears that do not fit the format or the group size, instead of leaving them in

@@ -1,13 +1,14 @@
 """A directory appears complete or not at all, and never in the place of something precious."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
 from gptqkit.errors import OutputExistsError
-from gptqkit.export.staging import check_target, staged
+from gptqkit.export.staging import check_target, remove_leftovers, staged
 
 
 def write(out, error=None, **options):
@@ -96,3 +97,44 @@ def test_a_full_disk_is_an_os_error(material, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def leave(out, stage):
+    """Die while a checkpoint is made, or while an old one is replaced."""
+    rename, seen = Path.rename, []
+
+    def counted(self, target):
+        seen.append(target)
+        if len(seen) == {"made": 1, "between": 2, "replaced": 0}[stage]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rename(self, target)
+
+    Path.rename = counted
+    shutil.rmtree = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    write(out, overwrite=True)
+
+
+@pytest.mark.parametrize("stage", ["made", "between", "replaced"])
+def test_what_a_crash_left_is_removed_by_the_next_write_and_nothing_is_lost(tmp_path, stage):
+    out, other = tmp_path / "out", tmp_path / f".out.gptqkit-replaced-{'x' * 8}"
+    write(out)
+    (out / "mark").touch()
+    other.mkdir()
+    child = os.fork()
+    if child == 0:
+        leave(out, stage)
+    os.waitpid(child, 0)
+    assert len(list(tmp_path.iterdir())) > 2 - (stage == "between")
+    with pytest.raises(OutputExistsError):
+        write(out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "out"]
+    assert (out / "mark").exists() == (stage != "replaced")
+    write(out, overwrite=True)
+    assert not (out / "mark").exists()
+
+
+def test_what_another_process_is_at_work_on_stays(tmp_path):
+    with staged(tmp_path / "out") as directory:
+        (directory / "quantize_config.json").write_text("{}")
+        remove_leftovers(tmp_path / "out")
+        assert directory.exists()

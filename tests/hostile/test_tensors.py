@@ -1,11 +1,13 @@
 """Tensors and configs that contradict each other are refused with the tensor's name."""
 
 import json
+import time
 
 import pytest
 import torch
 
 from gptqkit.errors import CheckpointError
+from gptqkit.export import formats
 from gptqkit.export.checkpoint import open_checkpoint
 
 NAME = "model.layers.0.mlp.up_proj"
@@ -86,6 +88,46 @@ def test_settings_that_contradict_the_tensors(build, change, message):
 def test_settings_that_cannot_be(build, change, message):
     with pytest.raises(CheckpointError, match=message.replace("[", r"\[")):
         open_checkpoint(build(**change))
+
+
+@pytest.mark.parametrize("pattern", ["(" * 5000 + ")" * 5000, "a{9999999999999999999}", "(?P<x", "[a"])
+def test_patterns_that_cannot_be(build, pattern):
+    with pytest.raises(CheckpointError, match="is not a regular expression"):
+        open_checkpoint(build(dynamic={pattern: {}}))
+
+
+def test_patterns_take_no_more_than_their_time(build, monkeypatch):
+    """With Python's own `re` all of these take longer than the world is old."""
+    monkeypatch.setattr(formats, "MATCHING_SECONDS", 0.2)
+    name = f"model.layers.{'0' * 300}.mlp.up_proj"
+    tensors = {f"{name}.qweight": torch.zeros(8, 32, dtype=WORDS), f"{name}.qzeros": torch.zeros(2, 4, dtype=WORDS)}
+    tensors |= {f"{name}.scales": torch.ones(2, 32).half()}
+    stopped = 0
+    for pattern in (
+        r"(\w|.)*(\w|.)*(\w|.)*(?<!j)$",
+        r"(\w+\.?)+!",
+        r"((.*)*)*(?<=zz)$",
+        r"(?=(.+)+!)x",
+        "(.*)+" * 20 + "!",
+    ):
+        path, begin = build(tensors, dynamic={f"+:{pattern}": {"sym": False}}), time.monotonic()
+        try:
+            assert open_checkpoint(path).layers[NAME].sym
+        except CheckpointError as error:
+            assert str(error).endswith("takes more than 0.2 seconds to match; make it simpler")  # noqa: PT017
+            stopped += 1
+        assert time.monotonic() - begin < 2
+    assert stopped
+
+
+def test_group_indices_that_are_lost(build):
+    """Without them the groups of an act-order checkpoint are unknown, unless there is one, or they are in order."""
+    for config in ({}, {"desc_act": True, "static_groups": True}):
+        assert not open_checkpoint(build({f"{NAME}.g_idx": None}, **config)).layers[NAME].act_order
+    whole = {f"{NAME}.qzeros": torch.full((1, 4), 7, dtype=WORDS), f"{NAME}.scales": torch.ones(1, 32).half()}
+    open_checkpoint(build({f"{NAME}.g_idx": None, **whole}, desc_act=True, group_size=-1))
+    with pytest.raises(CheckpointError, match=rf"{ESCAPED}\.g_idx is missing; with desc_act it says"):
+        open_checkpoint(build({f"{NAME}.g_idx": None}, desc_act=True))
 
 
 @pytest.mark.parametrize(("key", "value"), [("bits", 3), ("group_size", 128), ("checkpoint_format", "gptq_v2")])

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from functools import cache
+from functools import cache, partial
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,20 +20,12 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 
 import gptqkit
 from gptqkit.progress import silent
-from support.models import build, samples
-
-
-def broken():
-    """A model that makes NaN of the token 95."""
-    model = build("qwen2")
-    model.get_input_embeddings().weight.data[95] = torch.nan
-    return model
-
+from support.models import build, overflowing, samples
 
 MODELS = {
     "mistral": lambda: build("mistral", num_hidden_layers=3),
     "mixtral": lambda: build("mixtral"),
-    "broken": broken,
+    "broken": partial(overflowing, "qwen2"),
 }
 CASES = {  # model, settings, how it is run
     "gptq": ("mistral", {"desc_act": True}, {}),

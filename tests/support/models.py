@@ -114,6 +114,16 @@ def build(name, **changes):
     return model
 
 
+def overflowing(name):
+    """A model in which token 95, and no other, overflows: it alone has a first channel, which is multiplied."""
+    model = build(name)
+    embedding = model.get_input_embeddings().weight.data
+    embedding[:, 0] = 0
+    embedding[95] = torch.eye(64)[0]
+    model.model.layers[0].input_layernorm.weight.data[0] = 3e38
+    return model
+
+
 def save(model, path):
     """Write a float model as its architecture's files are named, in one file."""
     model.save_pretrained(path)
