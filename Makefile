@@ -4,6 +4,7 @@
 #   make demo      quantize the example model at 4, 3 and 2 bits, reload it and measure it
 #   make check     what CI runs: ruff, mypy, tests
 #   make sanitize  the CUDA kernels on the emulator under AddressSanitizer and UBSan (needs g++)
+#   make families  tiny models of all families of transformers: what becomes of each (about 10 minutes)
 #   make clients   load our checkpoints with other programs, in environments of their own (long)
 # PYTHON is the interpreter that makes the environment, VENV where it goes.
 
@@ -14,7 +15,7 @@ python := $(VENV)/bin/python
 # pip writes the command on installing, so it also tells when that was done.
 installed := $(VENV)/bin/gptqkit
 
-.PHONY: setup test test-all demo check sanitize clients clean
+.PHONY: setup test test-all demo check sanitize families clients clean
 
 setup: $(installed)
 
@@ -43,6 +44,9 @@ sanitize: $(installed)
 	$(python) tests/support/emulator.py build/sanitize/libgptqkit_emulator.so --sanitize
 	PYTHONPATH=src:tests LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		$(python) tests/support/kernel_cases.py build/sanitize/libgptqkit_emulator.so
+
+families: $(installed)
+	$(python) tests/families.py --json benchmarks/results/families.json --markdown benchmarks/results/families.md
 
 clients: $(installed)
 	tests/clients/run

@@ -32,6 +32,9 @@ class FloatShards(Shards):
     byte, in blocks of 32 that share a power of two in `name_scales`; rows and columns are swapped. Scales of
     activations are left out.
 
+    Attributes:
+        scaled: The tensors with scales, and what the files call them and their scales.
+
     Args:
         stored: The tensors as they are in the files.
         dtype: Of what is multiplied out.
@@ -44,7 +47,7 @@ class FloatShards(Shards):
     def __init__(self, stored: Shards, dtype: torch.dtype, tile: Any = None) -> None:
         right = isinstance(tile, (list, tuple)) and [type(each) for each in tile] == [int, int] and min(tile) > 0
         self._stored, self._dtype, self._tile = stored, dtype, tuple(tile) if right else None
-        self._scaled: dict[str, tuple[str, str]] = {}  # the tensor and its scales, in the files
+        self.scaled: dict[str, tuple[str, str]] = {}
         missing, gone = [], set()
         for name in stored.where:
             kind = stored.slice(name).get_dtype()
@@ -60,29 +63,29 @@ class FloatShards(Shards):
             if found is None:
                 missing.append(name)
             else:
-                self._scaled[plain] = name, found
+                self.scaled[plain] = name, found
                 gone |= {name, found}
         if missing:
             raise CheckpointError(
                 f"{some(missing)}: stored as FP8 or FP4 without scales, so their values are not known; fetch all files"
             )
         where = {name: file for name, file in stored.where.items() if name not in gone}
-        super().__init__(where | {name: stored.where[raw] for name, (raw, _) in self._scaled.items()}, stored._handles)
+        super().__init__(where | {name: stored.where[raw] for name, (raw, _) in self.scaled.items()}, stored._handles)
 
     def get(self, name: str) -> Tensor:
         """Return the tensor called `name`; CheckpointError where it cannot be read, or its scales do not fit it."""
-        if name not in self._scaled:
+        if name not in self.scaled:
             return super().get(name)
-        return self._multiplied(name, *map(self._stored.get, self._scaled[name]))
+        return self._multiplied(name, *map(self._stored.get, self.scaled[name]))
 
     def meta(self, name: str) -> Tensor:
         """Return the shape and dtype of a tensor, as one on the meta device; CheckpointError as `get`."""
-        if name not in self._scaled:
+        if name not in self.scaled:
             return super().meta(name)
-        return self._multiplied(name, *map(self._stored.meta, self._scaled[name]))
+        return self._multiplied(name, *map(self._stored.meta, self.scaled[name]))
 
     def _multiplied(self, name: str, tensor: Tensor, scale: Tensor) -> Tensor:
-        raw, scales = self._scaled[name]
+        raw, scales = self.scaled[name]
         value = _from_fp8(tensor, scale, self._tile) if raw == name else _from_fp4(tensor, scale)
         if value is None:
             raise CheckpointError(
@@ -93,11 +96,11 @@ class FloatShards(Shards):
 
     def slice(self, name: str) -> Any:
         """Return a handle of the tensor `name`, of which nothing is read yet unless it has scales."""
-        return self.get(name) if name in self._scaled else super().slice(name)
+        return self.get(name) if name in self.scaled else super().slice(name)
 
     def mapped_anew(self, names: Iterable[str]) -> Shards:
         """Return some of the tensors in mappings of their own."""
-        raw = [each for name in names for each in self._scaled.get(name, (name,))]
+        raw = [each for name in names for each in self.scaled.get(name, (name,))]
         return FloatShards(self._stored.mapped_anew(raw), self._dtype, self._tile)
 
 

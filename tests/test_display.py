@@ -108,7 +108,7 @@ def test_a_summary_says_what_happened_and_nothing_else():
     happened = {
         "modules": [good, bad, few],
         "block_weights": 8192,
-        "left_in_float": {"odd": "it is odd"},
+        "left_in_float": {"a": "it is odd", "b": "it is odd"},
         "excluded_samples": 1,
     }
     row = {"dataset": "book.txt", "perplexity": 12.3456789}

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import gptqkit
 from gptqkit import cli
-from gptqkit.errors import CheckpointError, ConfigError, ConversionError
+from gptqkit.errors import ArchitectureError, CheckpointError, ConfigError, ConversionError
 from gptqkit.export.formats import FORMATS, Declared, Format, LayerSpec
 from gptqkit.quantizer.gptq import solve_gptq
 from gptqkit.quantizer.methods import METHODS, Method
@@ -27,9 +27,9 @@ def any_float(scale, offset, bits):
     return scale, scale * -(2 ** (bits - 1)) if offset is None else offset
 
 
-def check(shape, group_size):
-    if group_size is not None and shape[1] % group_size:
-        raise ConfigError(f"dummy needs whole groups, not {shape[1]} columns in groups of {group_size}")
+def check(shape, bits):
+    if bits == 3:
+        raise ConfigError(f"dummy holds no 3-bit codes, for {shape[1]} columns")
 
 
 def write_config(config, layers, matrices):
@@ -151,8 +151,8 @@ def test_the_command_line_offers_a_new_format_and_its_checks_are_asked_first(tmp
     with pytest.raises(SystemExit):
         cli.parser().parse_args(["convert", "--help"])
     assert "{gptq,gptq_v2,dummy}" in capsys.readouterr().out
-    config = gptqkit.QuantizeConfig(method="rtn", format="dummy", group_size=40)
-    with pytest.raises(ConfigError, match=r"model\.layers\.0\..*: dummy needs whole groups, not 64 columns"):
+    config = gptqkit.QuantizeConfig(method="rtn", format="dummy", bits=3, group_size=32)
+    with pytest.raises(ArchitectureError, match=r"model\.layers\.0\..*: dummy holds no 3-bit codes, for 64 columns"):
         gptqkit.quantize(build("qwen2"), None, tmp_path / "out", config)
 
 

@@ -153,7 +153,7 @@ def _positions(model: Any) -> int | None:
             continue
         if module.num_embeddings == positions and module.padding_idx is not None:
             return positions - module.padding_idx - 1
-    return positions
+    return None if positions == -1 else positions  # XLNet's, which takes any number
 
 
 def check_length(model: Any, sequence_length: int) -> None:

@@ -25,8 +25,8 @@ from .bounds import confined
 from .errors import CheckpointError, ConfigError
 from .export.checkpoint import Checkpoint, open_checkpoint
 from .export.names import StoredNames
-from .export.scaled import has_scales
-from .export.shards import read_json, some
+from .export.scaled import FloatShards, has_scales
+from .export.shards import Shards, read_json, some
 from .kernels.backends import check_backend
 from .kernels.linear import make_linear, summarize
 from .model import EmptyModel, FloatModel
@@ -217,6 +217,8 @@ def load_float(
         if not is_float(config):
             raise CheckpointError(f"{path_or_id} is quantized; give its directory to gptqkit.load")
         wanted = _choose_dtype(dtype, config.dtype or torch.float32, place)
+        if not scaled and Path(path_or_id).is_dir():  # transformers would take FP8 for what it is without scales
+            scaled = bool(FloatShards(Shards.of_folder(Path(path_or_id)), wanted).scaled)
         if scaled:
             source = FloatModel(path_or_id, trust_remote_code=trust_remote_code)
             return source.whole(place, wanted), load_tokenizer(source.path, trust_remote_code=trust_remote_code)

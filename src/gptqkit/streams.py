@@ -35,14 +35,23 @@ class Streams:
         self.model, self.batches, self.processes, self.paired, self.skip = model, batches, processes, paired, skip
         self.caches: dict[str, ActivationCache] = {}
         self._returned = 0  # how many values a block returns as a tuple, as found when the first one runs
+        self._axis = 0  # of the samples in hidden states
 
     def begin(self, job: Job, dtype: torch.dtype, place: str) -> int:
         """Fill the caches with what was saved last, or with embeddings; return the block that comes next."""
         batches, states = self.batches, job.states
         if job.records:
-            self._returned = job.records[-1]["returned"]
+            self._returned, self._axis = job.records[-1]["returned"], job.records[-1]["axis"]
         layer = 0 if states is None else int(states["layer"])
-        shape = tuple(self._call(range(1), 0).hidden.shape[1:] if states is None else states["shape"])
+        if states is None:
+            one = self._call(range(1), 0).hidden
+            self._axis = int(one.ndim > 3 and one.shape[1] == 1)  # Gemma 3n has several versions of each sample's
+            if one.shape[self._axis] != 1:
+                name = type(self.model.model).__name__
+                raise ArchitectureError(f"{name} has its samples in another axis of hidden states than the first one")
+            shape = tuple(one.movedim(self._axis, 0).shape[1:])
+        else:
+            shape = tuple(states["shape"])
         for stream in ("hidden", "float") if self.paired else ("hidden",):
             file = job.states_file(stream, layer, again=states is not None)
             self.caches[stream] = ActivationCache(batches.mine, shape, dtype, batches.device, place, file)
@@ -52,7 +61,7 @@ class Streams:
             call = batches.attempt(batch, self._call, 0)
             if call is not None:
                 for cache in self.caches.values():
-                    cache.write(batch, call.hidden)
+                    cache.write(batch, call.hidden.movedim(self._axis, 0))
         return layer
 
     def progress(self) -> dict[str, Any]:
@@ -62,17 +71,18 @@ class Streams:
         """
         self.batches.size = min(self.processes.gather(self.batches.size))
         excluded = (~self.batches.counts).nonzero().flatten().tolist()
-        return {"excluded": excluded, "batch_size": self.batches.size, "returned": self._returned}
+        how = {"returned": self._returned, "axis": self._axis}
+        return {"excluded": excluded, "batch_size": self.batches.size, **how}
 
     def trace(self, layer: int, targets: list[Target]) -> list[Group]:
         """Find the order of the Linears of a block, and which of them share an input, by running one sample."""
         found: list[tuple[list[str], bool]] = []
         if self.batches.mine and targets:  # processes without samples learn it from the others
             one = range(self.batches.mine.start, self.batches.mine.start + 1)
-            block, hidden = self.model.blocks[layer], self.caches["hidden"].read(one)
+            block, hidden = self.model.blocks[layer], self._read(self.caches["hidden"], one)
             modules = {target.inner: block.get_submodule(target.inner) for target in targets}
             traced = trace_inputs(modules, partial(self._run, self._call(one, layer), hidden, block))
-            tokens = hidden.shape[:-1].numel()
+            tokens = hidden.shape[self._axis : -1].numel()
             found = [(names, received.shape[:-1].numel() != tokens) for names, received in traced]
         return group_subsets(targets, next(filter(None, self.processes.gather(found)), []))
 
@@ -136,12 +146,12 @@ class Streams:
             for batch in self.batches:
                 states = self.batches.attempt(batch, self._forward, layer, block, cache)
                 if states is not None:
-                    after.write(batch, states)
+                    after.write(batch, states.movedim(self._axis, 0))
             self.caches[stream] = after
 
     def first_sample(self, layer: int) -> Callable[[nn.Module], Tensor]:
         """Return what runs block `layer`, or another in its place, on the first sample."""
-        return partial(self._run, self._call(range(1), layer), self.caches["hidden"].read(range(1)))
+        return partial(self._run, self._call(range(1), layer), self._read(self.caches["hidden"], range(1)))
 
     def _capture(
         self, batch: range, layer: int, leaders: Sequence[Target], twin: nn.Module | None
@@ -158,7 +168,7 @@ class Streams:
             modules = {target.inner: block.get_submodule(target.inner) for target in leaders}
             experts = {target.experts: block.get_submodule(target.experts) for target in leaders if target.experts}
             with routing(experts, impose=routes) as taken:
-                run = partial(call, block, self.caches[stream].read(batch))
+                run = partial(call, block, self._read(self.caches[stream], batch))
                 seen.append(capture_inputs(modules, run))
             routes = taken
         captured: dict[str, tuple[list[Tensor], Tensor | None]] = {}
@@ -174,9 +184,13 @@ class Streams:
         model, head = self.model, output_layer(self.model.model) or nn.Module()
         tensors = self.batches.tensors(batch)
         return [
-            head_input(model.model, model.blocks, head, tensors, cache.read(batch), returned=self._returned)
+            head_input(model.model, model.blocks, head, tensors, self._read(cache, batch), returned=self._returned)
             for cache in self.caches.values()
         ]
+
+    def _read(self, cache: ActivationCache, batch: range) -> Tensor:
+        """Return hidden states as blocks take them."""
+        return cache.read(batch).movedim(0, self._axis)
 
     def _add_up(self, statistics: Iterable[InputStatistics], where: str) -> None:
         """Bring together what all processes found out."""
@@ -194,7 +208,7 @@ class Streams:
 
     def _forward(self, batch: range, layer: int, block: nn.Module, cache: ActivationCache) -> Tensor:
         """Return what leaves `block` of a batch."""
-        return self._run(self._call(batch, layer), cache.read(batch), block)
+        return self._run(self._call(batch, layer), self._read(cache, batch), block)
 
     def _run(self, call: BlockCall, hidden: Tensor, block: nn.Module) -> Tensor:
         output = call(block, hidden)

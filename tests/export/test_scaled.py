@@ -12,7 +12,7 @@ from gptqkit.export.scaled import FloatShards
 from gptqkit.export.shards import Shards
 from gptqkit.loading import is_quantized, load_float
 from support.models import build, save
-from support.pipeline import outputs, quantize, weights
+from support.pipeline import outputs, quantize
 
 FP8 = torch.float8_e4m3fn
 
@@ -93,9 +93,15 @@ def test_an_fp8_model_becomes_what_its_values_become(tmp_path):
     expected, found = (load_file(tmp_path / f"{each}-4bit" / "model.safetensors") for each in ("float", "fp8"))
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert weights(tmp_path / "fp8-4bit")
-    pair = [load_float(tmp_path / each, device="cpu")[0] for each in ("float", "fp8")]
-    torch.testing.assert_close(outputs(pair[1]), outputs(pair[0]))
+    reference = outputs(load_float(tmp_path / "float", device="cpu")[0])
+    torch.testing.assert_close(outputs(load_float(source, device="cpu")[0]), reference)
+    (source / "config.json").write_text(json.dumps(config))  # then the size of tiles that do not divide is not known
+    with pytest.raises(CheckpointError, match=r"weight_scale_inv is .* does not fit"):
+        load_float(source, device="cpu")
+    save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"].to(FP8)}, source / "model.safetensors")
+    for use in (load_float, lambda path: quantize(path, tmp_path / "out")):
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight: stored as FP8 or FP4 without scales"):
+            use(source)
 
 
 def test_mxfp4_experts_become_what_transformers_makes_of_them(tmp_path):
