@@ -70,8 +70,11 @@ class Checkpoint:
         return self.format.unpack(name, self.tensors.below(name, self.format.suffixes), self.layers[name])
 
     def bias(self, name: str) -> Tensor | None:
-        """Return the bias of a quantized layer, where it has one."""
-        return self.tensors.below(name, ("bias",)).get("bias")
+        """Return the bias of a quantized layer, where it has one; CheckpointError for values of no use."""
+        bias = self.tensors.below(name, ("bias",)).get("bias")
+        if bias is not None and not bias.isfinite().all():
+            raise CheckpointError(f"{name}.bias holds NaN or infinity; fetch the files again")
+        return bias
 
 
 def open_checkpoint(path: Path | str, *, revision: str | None = None) -> Checkpoint:

@@ -75,7 +75,7 @@ def cut_short(models, out, rank, layer, end):
 
 
 def fail():
-    raise ValueError("something unheard of")
+    raise BaseException("something unheard of")  # any Exception of a model is explained
 
 
 def test_a_process_that_dies_or_fails_ends_all_and_any_number_goes_on(job_models, undisturbed, tmp_path):
@@ -85,7 +85,7 @@ def test_a_process_that_dies_or_fails_ends_all_and_any_number_goes_on(job_models
     assert [path.name for path in sorted(work_path(out).glob("block-*.json"))] == ["block-00000.json"]
     first, failed, third = processes(cut_short, job_models, out, 1, 2, fail, size=3, log=tmp_path / "log")
     assert (first.code, failed.code, third.code) == (0, 1, 0)
-    assert failed.text.endswith("ValueError: something unheard of\n")
+    assert failed.text.endswith("BaseException: something unheard of\n")
     assert len(list(work_path(out).glob("block-*.json"))) == 2
     for found in learned(tmp_path, (0, 2)):
         assert found["error"] == "AbandonedError"

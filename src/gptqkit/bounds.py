@@ -28,12 +28,13 @@ _BUFFERED = 1 << 28  # and numbers in buffers, which no file holds
 
 
 @contextmanager
-def confined(path_or_id: str | Path, tensors: Shards | None = None) -> Iterator[None]:
+def confined(path_or_id: str | Path, tensors: Shards | None = None, *, trusted: bool = False) -> Iterator[None]:
     """Open a local folder without the network, its files checked, and models no larger than its tensors can fill.
 
     Args:
         path_or_id: The folder; for the id of a model on the Hub nothing is limited.
         tensors: Those of the folder, where they are open already.
+        trusted: Its code is run, so that it may use the network as well.
 
     Raises:
         CheckpointError: As `check_folder`, or config.json describes another model than the one in the files.
@@ -46,7 +47,8 @@ def confined(path_or_id: str | Path, tensors: Shards | None = None) -> Iterator[
     if tensors is None and any(folder.glob("*.safetensors")):
         tensors = Shards.of_folder(folder)
     _check_config(folder / "config.json", None if tensors is None else len(tensors.where))
-    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not trusted
     try:
         with ExitStack() as stack:
             if tensors is not None:

@@ -216,7 +216,7 @@ def load_float(
         ConfigError: A device or dtype that cannot be.
     """
     place, path_or_id = choose_device(device), fetch(path_or_id, revision)
-    with explain(path_or_id), without_bars(), confined(path_or_id):
+    with explain(path_or_id), without_bars(), confined(path_or_id, trusted=trust_remote_code):
         config = open_config(path_or_id, trust_remote_code=trust_remote_code)
         scaled = hasattr(config, "quantization_config")
         if not is_float(config):
@@ -281,7 +281,7 @@ def load_tokenizer(path_or_id: Path | str, *, trust_remote_code: bool) -> Any | 
         return None
     with explain(f"the tokenizer of {path_or_id}"):
         return AutoTokenizer.from_pretrained(
-            path_or_id, trust_remote_code=trust_remote_code, local_files_only=path.is_dir()
+            path_or_id, trust_remote_code=trust_remote_code, local_files_only=path.is_dir() and not trust_remote_code
         )
 
 

@@ -327,7 +327,7 @@ def open_empty(path_or_id: str | Path, tensors: Shards | None = None, *, trust_r
         ArchitectureError: A model that transformers does not know, or only by running its code.
     """
     with explain(path_or_id), without_bars():
-        with confined(path_or_id, tensors):
+        with confined(path_or_id, tensors, trusted=trust_remote_code):
             config = open_config(path_or_id, trust_remote_code=trust_remote_code)
             if not is_float(config):
                 raise CheckpointError(f"{path_or_id} is quantized already; start from the float model")

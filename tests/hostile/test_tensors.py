@@ -42,6 +42,8 @@ def test_values_and_names_that_nobody_could_use(build):
         checkpoint = open_checkpoint(build({f"{NAME}.scales": torch.full((2, 32), value).half()}))
         with pytest.raises(CheckpointError, match=rf"{ESCAPED}\.scales holds NaN or infinity"):
             checkpoint.weight(NAME)
+        with pytest.raises(CheckpointError, match=rf"{ESCAPED}\.bias holds NaN or infinity"):
+            open_checkpoint(build({f"{NAME}.bias": torch.full((32,), value).half()})).bias(NAME)
     with pytest.raises(CheckpointError, match="no tensor 'nowhere'"):
         checkpoint.tensor("nowhere")
     with pytest.raises(CheckpointError, match="no quantized layer 'nowhere'"):
