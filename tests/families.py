@@ -136,7 +136,11 @@ def shrink(config):
         values["num_key_value_heads"] = values["num_attention_heads"]
     layers = values.get("num_hidden_layers")
     for name, value in vars(config).items():
-        if layers and isinstance(value, (list, tuple)) and len(value) > layers and "layer" in name + str(value[0]):
+        if not layers or not isinstance(value, (list, tuple)) or len(value) <= layers:
+            continue
+        if name in SIZE_OF:
+            values[name] = [SIZE_OF[name]] * layers
+        elif "layer" in name + str(value[0]):
             kinds = list(dict.fromkeys(value)) if isinstance(value[0], str) else list(value)
             values[name] = (kinds * layers)[:layers]
     return values

@@ -19,7 +19,7 @@ HOSTILE = [
     "</title></style></code></svg><h1 onclick='a()'>",
     "&lt;b&gt; &#60;i&#62; <!-- <![CDATA[",
     "' onload='alert(1)",
-    "half \ud800 of \0 a character",
+    "a \0 character",
     "javascript:alert(1) \u202e " + "x" * 500,
 ]
 
@@ -193,8 +193,7 @@ def test_no_text_of_a_report_becomes_markup(draw, word):
     code, page, png, _ = draw(small_report(word))
     assert code == 0
     assert page.elements == harmless.elements
-    shown = word.replace("\ud800", "?")
-    assert sum(text.count(shown) for text in page.texts) >= 12
+    assert sum(text.count(word) for text in page.texts) >= 12
     assert pixels(png)
 
 
