@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,7 @@ class FloatModel:
             yield
         finally:
             self.empty.clear(module)
+            _return_memory()
 
     def _check_more_blocks(self) -> None:
         """Refuse tensors of blocks beyond those that the model has, but for what transformers leaves out on purpose."""
@@ -354,6 +356,12 @@ def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 def _parameter(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> nn.Parameter:
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     return nn.Parameter(tensor.detach().to(device, wanted), requires_grad=False)
+
+
+def _return_memory() -> None:
+    """Give freed memory back to the system: glibc keeps some, which comes to more from block to block."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _check_finite(name: str, tensor: Tensor) -> None:
