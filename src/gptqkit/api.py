@@ -125,15 +125,8 @@ def quantize(
             job.check_shared()
             run = _planned(source, config, samples, run, processes, job)
             pipeline = Pipeline(source, samples, config, job, processes, run=run, progress=progress)
-            try:
+            with _explained_memory():
                 pipeline.run()
-            except RuntimeError as error:
-                if not out_of_memory(error):
-                    raise
-                raise DoesNotFitError(
-                    f"out of memory with one sample per batch ({str(error).splitlines()[0]}); use --activations disk "
-                    "(activations='disk') or fewer or shorter samples"
-                ) from error
             report = pipeline.report(name, seed=0 if calibration is None else calibration.seed)
             with processes.together():
                 if processes.rank == 0:
@@ -146,6 +139,20 @@ def quantize(
                     job.publish(staged)
         report = processes.gather(report)[0]
     return QuantizeResult(report, out)
+
+
+@contextmanager
+def _explained_memory() -> Iterator[None]:
+    """Say what helps where memory runs out with a single sample."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise DoesNotFitError(
+            f"out of memory with one sample per batch ({str(error).splitlines()[0]}); use --activations disk "
+            "(activations='disk') or fewer or shorter samples"
+        ) from error
 
 
 def _finished(out: Path, config: QuantizeConfig, name: str) -> QuantizationReport | None:

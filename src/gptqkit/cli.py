@@ -138,6 +138,12 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     _add_fields(compare, Evaluation)
 
+    _add_readers(commands)
+    return root
+
+
+def _add_readers(commands: Any) -> None:
+    """Add the commands that read checkpoints and run nothing."""
     report = _add_command(commands, _report, "draw a checkpoint's quantization report as a page for a browser")
     report.add_argument("checkpoint", metavar="OUT", type=Path, help="folder that holds quantization_report.json")
     report.add_argument(
@@ -163,7 +169,6 @@ def parser() -> argparse.ArgumentParser:
     convert.add_argument("--revision", metavar="NAME", help=REVISION)
     limit = "largest size of the files of OUT (default: 4GiB)"
     convert.add_argument("--shard-size", metavar="SIZE", type=_size, default=4 << 30, help=limit)
-    return root
 
 
 def _add_command(commands: Any, work: Callable[[argparse.Namespace], None], description: str) -> _Parser:
