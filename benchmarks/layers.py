@@ -29,7 +29,7 @@ def random_operands(rows: int, columns: int, *, bits: int, group_size: int, devi
     """Return what `torch.ops.gptqkit.linear` takes behind x for such a weight, without a split."""
     weight = random_weight(rows, columns, bits=bits, group_size=group_size, device=device)
     layer = CudaLinear(weight, None, torch.float16)
-    return layer.weight, layer.scale, layer.zero, None, bits, group_size, rows
+    return layer.packed, layer.scale, layer.zero, None, bits, group_size, rows
 
 
 def shape_of(operands: tuple, columns: int, dtype: torch.dtype) -> Shape:

@@ -26,7 +26,7 @@ _linear = torch.ops.gptqkit.linear.default
 
 
 class CudaLinear(QuantLinear):
-    """Holds weight, scale and zero as `csrc/api.h` has them, and for act-order the order of the inputs in the codes."""
+    """Holds what `csrc/api.h` describes, and for act-order the order of the inputs in the codes."""
 
     summary: ClassVar[str] = "computes on the packed words with the bundled CUDA kernels"
     device_type: ClassVar[str | None] = "cuda"
@@ -38,7 +38,7 @@ class CudaLinear(QuantLinear):
         super().__init__(weight, bias, dtype)
         self._sizes = (self.bits, self.group_size, self.out_features)
         order = torch.argsort(weight.group_index, stable=True) if self.act_order else None
-        self.register_buffer("weight", pack_codes(weight.codes if order is None else weight.codes[:, order], self.bits))
+        self.register_buffer("packed", pack_codes(weight.codes if order is None else weight.codes[:, order], self.bits))
         self.register_buffer("scale", pack_grid(weight.scale.half()))
         self.register_buffer("zero", pack_zeros(weight.zero_point(), self.bits))
         self.register_buffer("order", None if order is None else order.to(torch.int32))
@@ -54,7 +54,7 @@ class CudaLinear(QuantLinear):
         Differentiable in x, by way of the dense weight.
         """
         own = cast("dict[str, Tensor]", self._buffers)  # attributes of a module cost a microsecond each
-        weight, scale, zero, order, bias = own["weight"], own["scale"], own["zero"], own["order"], own["bias"]
+        weight, scale, zero, order, bias = own["packed"], own["scale"], own["zero"], own["order"], own["bias"]
         device, width = x.device, x.shape[-1]
         if width != self.in_features or device != weight.device:
             needed = f"{self.in_features} columns on {weight.device}"

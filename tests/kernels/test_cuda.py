@@ -33,7 +33,7 @@ def shuffled(columns, group_size):
 
 def operands(layer):
     """What the operators take for a layer: its tensors, its sizes."""
-    return (layer.weight, layer.scale, layer.zero), (layer.bits, layer.group_size, layer.out_features)
+    return (layer.packed, layer.scale, layer.zero), (layer.bits, layer.group_size, layer.out_features)
 
 
 def largest_error(y):
@@ -172,7 +172,7 @@ def test_a_layer_frees_its_codes_and_follows_its_tensors(emulation):
     other = emulation.linear(make_weight(8, seed=1), random(64), torch.float16)
     x = random(3, 96).half()
     y = layer(x)
-    old = [weakref.ref(weight.codes), weakref.ref(layer.weight)]
+    old = [weakref.ref(weight.codes), weakref.ref(layer.packed)]
     del weight
     layer._apply(torch.clone)  # as every move does
     gc.collect()
@@ -192,10 +192,10 @@ def test_a_layer_frees_its_codes_and_follows_its_tensors(emulation):
     assert_as_good_as_dense(layer(x.bfloat16()), x.bfloat16(), make_weight(8, index=shuffled(96, 32)), random(64))
     assert not torch.equal(other(x), y)
     layer.to(torch.float16)
-    for name, wrong in (("weight", layer.weight[..., :2]), ("scale", layer.scale.float()), ("zero", other.weight)):
+    for name, wrong in (("packed", layer.packed[..., :2]), ("scale", layer.scale.float()), ("zero", other.packed)):
         right = getattr(layer, name)
         setattr(layer, name, wrong)
-        with pytest.raises(ShapeError, match=name):
+        with pytest.raises(ShapeError, match="weight" if name == "packed" else name):
             layer(x)
         setattr(layer, name, right)
 
@@ -254,7 +254,7 @@ def test_operators_refuse_tensors_that_are_no_layer(place, change, words):
     """Before a kernel could read beyond them."""
     device, _, kind = place
     layer = kind(make_weight(bits=3).to(device), None, torch.float16)
-    given = {"x": torch.zeros(2, 96).half(), "weight": layer.weight, "scale": layer.scale, "zero": layer.zero}
+    given = {"x": torch.zeros(2, 96).half(), "weight": layer.packed, "scale": layer.scale, "zero": layer.zero}
     given |= {"bias": None, "bits": 3, "group_size": 32, "out_features": 64, **change}
     given = {name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in given.items()}
     for split in (None, 0, 1):

@@ -70,7 +70,7 @@ def test_cases_of_the_sanitizers_and_planted_bugs_are_right(emulation):
 def call(emulation):
     """Calls a function of the library for a layer, some of its arguments or the layer's fields changed."""
     layer = emulation.linear(make_weight(rows=160), None, torch.float16)
-    tensors = {"weight": layer.weight, "scale": layer.scale, "zero": layer.zero}
+    tensors = {"weight": layer.packed, "scale": layer.scale, "zero": layer.zero}
 
     def call(name, m=3, **changes):
         x, result = random(m, 96).half(), torch.full((m if name == "gemm" else 160, 96 + 64), torch.nan).half()
@@ -150,7 +150,7 @@ def traffic_of(emulation, run):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_accesses_have_no_bank_conflicts_fill_whole_sectors_and_move_no_more_than_y(emulation, bits, dtype):
     layer = emulation.linear(make_weight(bits, 320, 384, 64), torch.zeros(320), dtype)
-    tensors, sizes = (layer.weight, layer.scale, layer.zero), (bits, 64, 320)
+    tensors, sizes = (layer.packed, layer.scale, layer.zero), (bits, 64, 320)
     dense = traffic_of(emulation, lambda: torch.ops.gptqkit.dequantize(*tensors, *sizes, 384, dtype))
     assert all(each.spent == each.least for each in dense)
     for rows, split in ((3, 2), (16, 3), (30, 5), (70, 2)):

@@ -90,7 +90,7 @@ def test_more_activations_than_32_bits_count():
     x = torch.zeros(rows, 4096, dtype=torch.float16, device="cuda")
     x[-8:] = on_gpu(8, 4096)
     expected = linear(x[-8:])
-    layer = (linear.weight, linear.scale, linear.zero, None, 4, 128, 64)
+    layer = (linear.packed, linear.scale, linear.zero, None, 4, 128, 64)
     for split in (0, 1):
         y = torch.ops.gptqkit.linear(x, *layer, split)
         assert torch.allclose(y[-8:], expected, rtol=1e-2, atol=1e-2)
@@ -102,7 +102,7 @@ def test_more_weights_than_32_bits_count():
     copies = 2**31 // (64 * 1024) + 1
     if torch.cuda.mem_get_info()[0] < 64 * copies * 1024 * 4:
         pytest.skip("needs more memory")
-    tensors = (small.weight.repeat(copies, 1, 1, 1, 1), small.scale.repeat(1, copies), small.zero.repeat(1, copies))
+    tensors = (small.packed.repeat(copies, 1, 1, 1, 1), small.scale.repeat(1, copies), small.zero.repeat(1, copies))
     sizes = (2, 1024, 64 * copies)
     dense = torch.ops.gptqkit.dequantize(*tensors, *sizes, 1024, torch.float16)
     assert torch.equal(dense[-64:].cpu(), weight.dequantize(torch.float16))

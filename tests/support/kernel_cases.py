@@ -74,7 +74,7 @@ def find_fault(emulation, bits, dtype):
         emulation.reorder(seed)
         weight, x, bias = make_weight(bits, n, k, group, seed=seed), random(m, k).to(dtype), torch.linspace(-3, 3, n)
         layer = emulation.linear(weight, bias, dtype)
-        tensors, sizes = (layer.weight, layer.scale, layer.zero), (bits, group, n)
+        tensors, sizes = (layer.packed, layer.scale, layer.zero), (bits, group, n)
         y = torch.ops.gptqkit.linear(x, *tensors, layer.bias, *sizes, split)
         for each in emulation.traffic():
             if each.conflicts:
