@@ -36,6 +36,7 @@ from .targets import Target, find_head, find_targets, matrix, misfits
 from .verify import check_block
 
 _LOG = logging.getLogger("gptqkit")
+UNCALLED = "no forward pass calls it"
 STATISTICS_BYTES = 8 << 30  # what the statistics of a layer's experts may take at once; more is done in several passes
 PROBE = Samples(torch.arange(16)[None])  # what blocks are run on where there is no calibration
 
@@ -68,7 +69,7 @@ class Pipeline:
         self.device, self.dtype = processes.device, torch.float32 if processes.device.type == "cpu" else model.dtype
         self.targets, self.left = find_targets(model.model, model.prefix, model.blocks, config)
         self.head = find_head(model.model, config)
-        self._strict = run.strict
+        self._strict, self._told = run.strict, set[str]()
         self._tell(misfits(self.targets, self.left, config))
         self.calibrated = samples is not None
         self.paired = self.calibrated and "cross" in find_method(config.method).needs
@@ -154,10 +155,12 @@ class Pipeline:
         solved, reports = {}, []
         groups = streams.trace(layer, self.targets[layer])
         called = {target.name for group in groups for subset in group.subsets for target in subset}
-        silent = {each.name: "no forward pass calls it" for each in self.targets[layer] if each.name not in called}
-        self.left |= silent
+        silent = [target for target in self.targets[layer] if target.name not in called]
+        self.left |= dict.fromkeys((target.name for target in silent), UNCALLED)
         self._total -= len(silent)
-        self._tell(misfits([], silent, self.config))
+        fresh = {target.name: UNCALLED for target in silent if target.inner not in self._told}
+        self._told |= {target.inner for target in silent}  # told of one block, not of all
+        self._tell(misfits([], fresh, self.config))
         for together in [[group] for group in groups] if self.config.true_sequential else [groups]:
             now: dict[str, QuantizedWeight] = {}
             pools: dict[Group, InputStatistics] = {}
