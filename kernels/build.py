@@ -52,7 +52,7 @@ def build(target: Path, architectures: Sequence[str] = ARCHITECTURES) -> None:
 def sources_hash() -> str:
     """Return a name for the sources as they are now, so that no library of others is taken for theirs."""
     digest = hashlib.sha256()
-    for file in sorted([Path(__file__), *SOURCES.iterdir()]):
+    for file in sorted([Path(__file__), *SOURCES.iterdir()], key=lambda file: file.name):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 

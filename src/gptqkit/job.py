@@ -222,15 +222,16 @@ class Job:
         while True:
             if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
                 raise ResumeError(f"{self.folder} is no folder, and jobs need one of their own there; remove it")
-            self.folder.mkdir(parents=True, exist_ok=True)
-            foreign = [entry.name for entry in self.folder.iterdir() if not _OWN.fullmatch(entry.name)]
-            if foreign:
-                raise ResumeError(
-                    f"{self.folder} holds {some(foreign)}, which no job wrote; move that away, or choose another output"
-                )
             try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                foreign = [entry.name for entry in self.folder.iterdir() if not _OWN.fullmatch(entry.name)]
+                if foreign:
+                    raise ResumeError(
+                        f"{self.folder} holds {some(foreign)}, which no job wrote; move that away, or choose another "
+                        "output"
+                    )
                 self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-            except FileNotFoundError:  # another process has just deleted the folder
+            except (FileExistsError, FileNotFoundError):  # another process has just deleted the folder
                 continue
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
