@@ -64,9 +64,9 @@ class InputStatistics:
         with full_float32():
             for start in range(0, inputs.shape[1], _SLAB):
                 slab = slice(start, start + _SLAB)
-                self._hessian[slab, start:] += _product(inputs[:, slab], inputs[:, start:])
+                _add_product(self._hessian[slab, start:], inputs[:, slab], inputs[:, start:])
                 if self._cross is not None and difference is not None:
-                    self._cross[slab] += _product(difference[:, slab], inputs)
+                    _add_product(self._cross[slab], difference[:, slab], inputs)
         self.tokens += inputs.shape[0]
 
     def absorb(self, other: InputStatistics) -> None:
@@ -112,11 +112,12 @@ class InputStatistics:
             raise CalibrationError("no calibration token reached this module; give more or other calibration text")
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return aT b in float32, of (tokens, some) and (tokens, others) in any float dtype."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add aT b, of (tokens, some) and (tokens, others) in any float dtype, to float32 sums."""
     if a.device.type == "cuda" and a.dtype in (torch.float16, torch.bfloat16):
-        return torch.mm(a.T, b, out_dtype=torch.float32)
-    return a.float().T @ b.float()
+        total += torch.mm(a.T, b, out_dtype=torch.float32)
+    else:
+        total.addmm_(a.float().T, b.float())
 
 
 @contextmanager
