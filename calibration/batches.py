@@ -85,7 +85,7 @@ class Batches:
             NonFiniteError: NaN or infinity in a sample that counts, unless `skip`, which excludes it from here on.
             ArchitectureError: Padding, and inputs whose rows are not the tokens of the batch.
         """
-        mask = self._token_mask(batch)
+        mask = self.mask(batch)
         flat = [stream.reshape(-1, stream.shape[-1]) for stream in streams]
         count = len(flat[0])
         if tokens is None and not routed and count == mask.numel():
@@ -106,7 +106,7 @@ class Batches:
                     "the model in this dtype, or set skip_nonfinite=True to leave such samples out"
                 )
             self.counts[batch.start + bad] = False
-            mask = self._token_mask(batch)
+            mask = self.mask(batch)
         if bool(mask.all()):
             return flat
         keep = mask.flatten()[tokens]
@@ -121,8 +121,8 @@ class Batches:
                 "in this dtype"
             )
 
-    def _token_mask(self, batch: range) -> Tensor:
-        """Return (samples, length) bool on the device: tokens that are neither padding nor in an excluded sample."""
+    def mask(self, batch: range) -> Tensor:
+        """Return (samples, length) bool, on the device: tokens that are neither padding nor in an excluded sample."""
         rows = slice(batch.start, batch.stop)
         counts = self.counts[rows, None].expand(-1, self.samples.input_ids.shape[1])
         mask = self.samples.attention_mask

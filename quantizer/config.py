@@ -62,6 +62,8 @@ class QuantizeConfig:
         mse: Search each group's grid for the least squared error, weighted by diag(H), instead of spanning minimum to
             maximum. On by default, except with "rtn".
         alpha: Strength of gptaq's correction, from 0 to 1.
+        learn_iterations: Steps of learned rounding after a block is solved: its codes and scales are moved until its
+            output comes nearest to the float model's (arXiv 2309.05516, from the method's own solution); 0 for none.
         true_sequential: Calibrate each layer on the outputs of the layers already quantized in the same block.
         block_size: Columns per lazy update of the sweep; affects only the speed.
         float64: Factorize and sweep in double precision.
@@ -93,6 +95,7 @@ class QuantizeConfig:
     damp_percent: float = 0.01
     mse: bool | None = None
     alpha: float = 0.25
+    learn_iterations: int = 0
     true_sequential: bool = True
     block_size: int = 128
     float64: bool = False
@@ -120,6 +123,8 @@ class QuantizeConfig:
             raise ConfigError(f"damp_percent is {self.damp_percent}; it must lie between 0 and 1 (0.01 is usual)")
         if not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha is {self.alpha}; it must lie between 0 and 1 (0.25 is published)")
+        if self.learn_iterations < 0:
+            raise ConfigError(f"learn_iterations is {self.learn_iterations}; give 0 for none, or such as 40 or 200")
         if self.block_size < 1:
             raise ConfigError(f"block_size is {self.block_size}; it must be positive")
         if not isinstance(self.overrides, Mapping):

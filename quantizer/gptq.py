@@ -45,7 +45,7 @@ def solve_rtn(weight: Tensor, moments: Moments | None, config: QuantizeConfig, s
     sweep.fit_static_grids(diagonal)
     for start in range(0, columns, group_size):
         sweep.round(slice(start, start + group_size), target[start : start + group_size])
-    return Solution(weight=sweep.quantized_weight())
+    return Solution(weight=sweep.quantized_weight(), latent=target.T.float() if config.learn_iterations else None)
 
 
 def solve_gptq(weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap: Snap) -> Solution:
@@ -107,6 +107,7 @@ def solve_gptaq(weight: Tensor, moments: Moments | None, config: QuantizeConfig,
         damp_percent=factor.damp_percent,
         damp_escalations=factor.escalations,
         dead_columns=factor.dead_columns,
+        latent=sweep.latent(),
     )
 
 
@@ -160,6 +161,7 @@ class _Sweep:
         order: Which column stands at each position, and its group.
         codes: (columns, rows) uint8, decided position by position.
         values: (columns, rows), what the codes stand for.
+        rounded: (columns, rows), w at the moment it was rounded, where the rounding is learned afterwards.
         grids: By number of the group, once they are fitted.
     """
 
@@ -169,6 +171,7 @@ class _Sweep:
         self.group_size = config.group_size or columns
         self.codes = torch.empty(columns, rows, dtype=torch.uint8, device=target.device)
         self.values = torch.empty_like(target)
+        self.rounded = torch.empty_like(target) if config.learn_iterations else None
         self.grids: dict[int, GroupGrid] = {}
         self._group: list[int] = order.group.tolist()
 
@@ -179,7 +182,9 @@ class _Sweep:
         if block_size <= MOST_COLUMNS and isinstance(self.snap, IntegerZeroPoint):
             library = sweep_library(target)
         error = torch.empty_like(target)  # E = W - Q
-        current = torch.empty_like(target) if shift is not None else None  # w at the moment it was rounded
+        current = self.rounded  # w at the moment it was rounded
+        if current is None and shift is not None:
+            current = torch.empty_like(target)
         loss = torch.zeros((), dtype=torch.float64, device=target.device)  # read at the end: a GPU is not waited for
         for start in range(0, target.shape[0], block_size):
             stop = min(start + block_size, target.shape[0])
@@ -196,8 +201,9 @@ class _Sweep:
             else:
                 scaled = self._sweep_block_fused(library, block, start, inverse, inner, importance)
             loss += scaled.square().sum(dtype=torch.float64)
-            if inner is not None and current is not None:
+            if current is not None:
                 current[start:stop] = block
+            if inner is not None:
                 target[start:stop].addmm_(inner.T, block)
             error[start:stop] = target[start:stop] - self.values[start:stop]
         return float(loss)
@@ -300,6 +306,10 @@ class _Sweep:
         self.codes[positions] = codes
         self.values[positions] = grid.decode(codes)
         return self.values[positions]
+
+    def latent(self) -> Tensor | None:
+        """Return what was rounded, (rows, columns) float32 in the model's order, where it was kept."""
+        return None if self.rounded is None else self.rounded[torch.argsort(self.order.permutation)].T.float()
 
     def quantized_weight(self) -> QuantizedWeight:
         """Return the result, columns back in the model's order."""

@@ -53,6 +53,24 @@ class ModuleReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockReport:
+    """What learned rounding did to one block.
+
+    Attributes:
+        layer: Number of the block.
+        error: ||B(x) - B~(x~)|| / ||B~(x~)|| on the samples kept aside, of the block B on the quantized model's hidden
+            states and its float twin B~ on the float model's.
+        error_before: The same of what learning began with.
+        codes_changed: Share of the codes that are others now.
+    """
+
+    layer: int
+    error: float
+    error_before: float
+    codes_changed: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class QuantizationReport:
     """A quantization as a whole.
 
@@ -72,6 +90,7 @@ class QuantizationReport:
         versions: Versions of the packages that took part.
         left_in_float: Linears that could not be quantized, and why.
         modules: One entry per quantized module, in the order in which they were solved.
+        blocks: One entry per block whose rounding was learned; `error` of its modules is that of before.
         perplexity: What was measured on the finished checkpoint: one row per text, with its name and the scores.
     """
 
@@ -90,6 +109,7 @@ class QuantizationReport:
     versions: dict[str, str] = field(repr=False)
     left_in_float: dict[str, str] = field(default_factory=dict, repr=False)
     modules: list[ModuleReport] = field(default_factory=list, repr=False)
+    blocks: list[BlockReport] = field(default_factory=list, repr=False)
     perplexity: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,6 +128,7 @@ class QuantizationReport:
             its = {
                 "config": QuantizeConfig.from_dict(values["config"]),
                 "modules": [ModuleReport(**row) for row in rows],
+                "blocks": [BlockReport(**row) for row in values.get("blocks", [])],
             }
             return cls(**{"seconds": 0.0, **values, **its})
         except (ConfigError, KeyError, TypeError) as error:

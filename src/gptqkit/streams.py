@@ -138,16 +138,33 @@ class Streams:
         self._add_up([statistics], head.name)
         return Measured([head], statistics)
 
-    def advance(self, layer: int, twin: nn.Module | None, job: Job) -> None:
-        """Let the hidden states of both models through block `layer`."""
-        for stream, cache in self.caches.items():
-            block = twin if stream == "float" and twin is not None else self.model.blocks[layer]
-            after = cache.successor(job.states_file(stream, layer + 1))
-            for batch in self.batches:
-                states = self.batches.attempt(batch, self._forward, layer, block, cache)
-                if states is not None:
-                    after.write(batch, states.movedim(self._axis, 0))
-            self.caches[stream] = after
+    def advance(self, stream: str, layer: int, block: nn.Module, job: Job) -> None:
+        """Let the hidden states of "hidden" or "float" through `block`, the stream's own of number `layer`."""
+        cache = self.caches[stream]
+        after = cache.successor(job.states_file(stream, layer + 1))
+        for batch in self.batches:
+            states = self.batches.attempt(batch, self._forward, layer, block, cache)
+            if states is not None:
+                after.write(batch, states.movedim(self._axis, 0))
+        self.caches[stream] = after
+
+    def distance(self, layer: int, batch: range) -> tuple[Tensor, Tensor]:
+        """Return how far block `layer` takes a batch from where it is in the float model, which is a block ahead.
+
+        Both are sums over the tokens that count: the squared distances, and the squares of the float model's states.
+        """
+        with torch.no_grad():
+            call, entered = self._call(batch, layer), self.caches["hidden"].read(batch)
+            expected = self.caches["float"].read(batch).float()
+            apart = ~self.batches.mask(batch)
+            shape = (len(batch), *[1] * (entered.dim() - 1))
+            entered = entered.masked_fill(apart.all(1).view(shape), 0)  # a sample that was left out may hold NaN
+            if expected.shape[-2] != apart.shape[1]:  # not a state per token
+                apart = apart.all(1, keepdim=True)
+            apart = apart.view(*shape[:-2], -1, 1)
+        states = self._run(call, entered.movedim(0, self._axis), self.model.blocks[layer]).movedim(self._axis, 0)
+        lost, whole = (each.masked_fill(apart, 0).square().sum() for each in (states.float() - expected, expected))
+        return lost, whole
 
     def first_sample(self, layer: int) -> Callable[[nn.Module], Tensor]:
         """Return what runs block `layer`, or another in its place, on the first sample."""
