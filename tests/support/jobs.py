@@ -32,6 +32,7 @@ CASES = {  # model, settings, how it is run
     "gptaq": ("mistral", {"method": "gptaq", "lm_head": True}, {"activations": "device"}),
     "disk": ("mistral", {"method": "gptaq", "true_sequential": False}, {"activations": "disk"}),
     "experts": ("mixtral", {"method": "gptaq", "format": "gptq"}, {"shard_size": 60000}),
+    "learned": ("mistral", {"learn_iterations": 3}, {"activations": "disk"}),
     "padded": ("broken", {"skip_nonfinite": True}, {}),
     "rtn": ("mistral", {"method": "rtn", "lm_head": True}, {}),
 }
