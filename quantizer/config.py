@@ -14,6 +14,7 @@ from ..settings import settings_of
 from .methods import METHODS
 
 BITS = (2, 3, 4, 8)
+GRIDS = ("minmax", "mse", "sim")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +60,9 @@ class QuantizeConfig:
             default, unless `desc_act` is on.
         damp_percent: Damping added to the Hessian's diagonal, as a fraction of its mean; raised tenfold, and reported,
             where the Hessian is singular.
-        mse: Search each group's grid for the least squared error, weighted by diag(H), instead of spanning minimum to
-            maximum. On by default, except with "rtn".
+        grid: How each group's grid is chosen: "minmax" spans minimum to maximum; "mse" searches for the least squared
+            error, weighted by diag(H); "sim" then tries the sweep itself on grids nearby, but for static groups. "mse" is
+            the default, except with "rtn".
         alpha: Strength of gptaq's correction, from 0 to 1.
         learn_iterations: Steps of learned rounding after a block is solved: its codes and scales are moved until its
             output comes nearest to the float model's (arXiv 2309.05516, from the method's own solution); 0 for none.
@@ -93,7 +95,7 @@ class QuantizeConfig:
     static_groups: bool = False
     act_group_aware: bool | None = None
     damp_percent: float = 0.01
-    mse: bool | None = None
+    grid: str | None = field(default=None, metadata={"choices": GRIDS})
     alpha: float = 0.25
     learn_iterations: int = 0
     true_sequential: bool = True
@@ -117,8 +119,10 @@ class QuantizeConfig:
             raise ConfigError("desc_act and act_group_aware are two orders of the same columns; choose one")
         if self.act_group_aware is None:
             object.__setattr__(self, "act_group_aware", not self.desc_act)
-        if self.mse is None:
-            object.__setattr__(self, "mse", self.method != "rtn")
+        if self.grid is None:
+            object.__setattr__(self, "grid", "minmax" if self.method == "rtn" else "mse")
+        if self.grid not in GRIDS:
+            raise ConfigError(f"grid is {self.grid!r}; choose one of {', '.join(GRIDS)}")
         if not 0 < self.damp_percent < 1:
             raise ConfigError(f"damp_percent is {self.damp_percent}; it must lie between 0 and 1 (0.01 is usual)")
         if not 0 <= self.alpha <= 1:
@@ -139,7 +143,7 @@ class QuantizeConfig:
 
     def plain_rounding(self) -> QuantizeConfig:
         """Return the same grids without search or solver: what every method is compared with."""
-        return dataclasses.replace(self, method="rtn", mse=False)
+        return dataclasses.replace(self, method="rtn", grid="minmax")
 
     def for_module(self, name: str) -> QuantizeConfig | None:
         """Return the settings for the module called `name`, or None where it stays in floating point."""

@@ -15,7 +15,7 @@ from ..kernels.library import KernelLibrary
 from ..kernels.sweep import MOST_COLUMNS, Sweep, sweep_block, sweep_library
 from .config import QuantizeConfig
 from .factor import HessianFactor, factorize
-from .grid import GroupGrid, IntegerZeroPoint, Snap, fit_grid
+from .grid import GroupGrid, IntegerZeroPoint, Snap, fit_grid, improve_grid
 from .methods import Method, Moments, Solution
 from .order import ColumnOrder, column_order
 from .quantized import QuantizedWeight
@@ -24,12 +24,12 @@ _SEGMENT = 16  # columns swept one by one before the rest of the block is update
 
 
 def solve_rtn(weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap: Snap) -> Solution:
-    """Round every weight to the nearest point of its group's grid; where `mse` searches for it, weighed by diag(H).
+    """Round every weight to the nearest point of its group's grid; where `grid` searches for it, weighed by diag(H).
 
     Args:
         weight: W, (out, in), any float dtype; not modified.
         moments: H, where there is one.
-        config: Bits, groups, sym and mse.
+        config: Bits, groups, sym and grid.
         snap: What the file can hold.
 
     Raises:
@@ -179,7 +179,7 @@ class _Sweep:
         """Sweep all columns; return the sum of ((w_i - q_i) R_ii)^2, which equals tr(E Hd ET)."""
         target, importance = self.target, upper.diagonal().square()
         library = None
-        if block_size <= MOST_COLUMNS and isinstance(self.snap, IntegerZeroPoint):
+        if self.config.grid != "sim" and block_size <= MOST_COLUMNS and isinstance(self.snap, IntegerZeroPoint):
             library = sweep_library(target)
         error = torch.empty_like(target)  # E = W - Q
         current = self.rounded  # w at the moment it was rounded
@@ -214,16 +214,27 @@ class _Sweep:
         """Round the columns of one block in turn; return (w_i - q_i) / U_ii of each, (columns, rows).
 
         `block` enters up to date with all earlier blocks and leaves as the weights at the moment they were rounded.
-        Columns of one segment are updated one by one, those beyond it with one matrix product per segment; segments end
-        where groups begin, so that a group's grid sees up-to-date weights.
+        Grids are fitted where their groups begin, to up-to-date weights.
         """
         scaled = torch.empty_like(block)
-        width = block.shape[0]
-        begin = 0
-        while begin < width:
-            self._begin_group(start + begin, block, begin, importance)
-            next_group = begin + self.group_size - (start + begin) % self.group_size
-            end = min(begin + _SEGMENT, next_group, width)
+        for begin in range(0, len(block), self.group_size):
+            part, rest = slice(begin, begin + self.group_size), slice(begin + self.group_size, None)
+            inner = None if shift is None else shift[part, part]
+            self._begin_group(start + begin, block[part], inverse[part, part], inner, importance)
+            scaled[part] = self._sweep_group(block[part], start + begin, inverse[part, part], inner)
+            block[rest].addmm_(inverse[part, rest].T, scaled[part], alpha=-1)
+            if shift is not None:
+                block[rest].addmm_(shift[part, rest].T, block[part])
+        return scaled
+
+    def _sweep_group(self, block: Tensor, start: int, inverse: Tensor, shift: Tensor | None) -> Tensor:
+        """Do the same with columns whose grids are there.
+
+        Columns of one segment are updated one by one, those beyond it with one matrix product per segment.
+        """
+        scaled = torch.empty_like(block)
+        for begin in range(0, len(block), _SEGMENT):
+            end = min(begin + _SEGMENT, len(block))
             for i in range(begin, end):
                 rounded = self.round(start + i, block[i])
                 scaled[i] = (block[i] - rounded) / inverse[i, i]
@@ -231,11 +242,9 @@ class _Sweep:
                     block[i + 1 : end].addr_(inverse[i, i + 1 : end], scaled[i], alpha=-1)
                     if shift is not None:
                         block[i + 1 : end].addr_(shift[i, i + 1 : end], block[i])
-            if end < width:
-                block[end:].addmm_(inverse[begin:end, end:].T, scaled[begin:end], alpha=-1)
-                if shift is not None:
-                    block[end:].addmm_(shift[begin:end, end:].T, block[begin:end])
-            begin = end
+            block[end:].addmm_(inverse[begin:end, end:].T, scaled[begin:end], alpha=-1)
+            if shift is not None:
+                block[end:].addmm_(shift[begin:end, end:].T, block[begin:end])
         return scaled
 
     def _sweep_block_fused(
@@ -252,7 +261,7 @@ class _Sweep:
         positions = slice(start, start + width)
         inside = not self.order.static and self.group_size <= width  # the kernel fits the grids
         if not inside:
-            self._begin_group(start, block, 0, importance)
+            self._begin_group(start, block, inverse, shift, importance)
         groups = self.order.group[positions]
         first = groups[:: self.group_size]  # the groups that begin inside, in the order of the sweep
         if inside:
@@ -264,7 +273,7 @@ class _Sweep:
             block=block,
             inverse=inverse.contiguous(),
             shift=None if shift is None else shift.contiguous(),
-            importance=importance[positions] if self.config.mse else None,
+            importance=importance[positions] if self.config.grid == "mse" else None,
             group=None if inside else groups.to(torch.int32),
             scale=scale,
             zero=zero,
@@ -278,19 +287,29 @@ class _Sweep:
             self.grids[group] = GroupGrid(one, -((its_zero + 0.0) * one), 2**self.config.bits - 1)
         return scaled
 
-    def _begin_group(self, position: int, block: Tensor, begin: int, importance: Tensor) -> None:
-        """Fit the grid of the group that begins at `position`, which is `begin` of `block`, if one does."""
+    def _begin_group(
+        self, position: int, block: Tensor, inverse: Tensor, shift: Tensor | None, importance: Tensor
+    ) -> None:
+        """Fit the grid of the group that begins at `position`, with the columns of `block`, if one does."""
         if self.order.static or position % self.group_size:
             return
         # A group wider than its block (one group per row) begins before anything was moved onto it.
-        inside = self.group_size <= block.shape[0]
-        members = block[begin : begin + self.group_size] if inside else self.target
-        self._fit_grid(self._group[position], members, importance[position:][: self.group_size])
+        group, inside = self._group[position], self.group_size <= len(block)
+        self._fit_grid(group, block if inside else self.target, importance[position:][: self.group_size])
+        if self.config.grid == "sim" and inside:
+
+            def error(grid: GroupGrid) -> Tensor:
+                self.grids[group] = grid
+                return self._sweep_group(block.clone(), position, inverse, shift).square_().sum(0)
+
+            self.grids[group] = improve_grid(
+                self.grids[group], error, bits=self.config.bits, sym=self.config.sym, snap=self.snap
+            )
 
     def _fit_grid(self, group: int, weight: Tensor, importance: Tensor) -> None:
         """Fit the grid of a group to the weights of its columns, (columns, rows)."""
         config = self.config
-        judges = importance if config.mse else None
+        judges = None if config.grid == "minmax" else importance
         self.grids[group] = fit_grid(weight, bits=config.bits, sym=config.sym, snap=self.snap, importance=judges)
 
     def fit_static_grids(self, importance: Tensor) -> None:

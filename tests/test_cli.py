@@ -285,7 +285,7 @@ def test_help_loads_nothing_heavy_and_reads_as_it_is_typed():
     assert "`" not in done.stdout
     text = " ".join(done.stdout.split())
     assert re.search(r"--shard-size SIZE .* \(default: 4GiB\)", text)
-    assert "--mse, --no-mse" in text
+    assert "--grid {minmax,mse,sim}" in text
     assert not re.search("[a-z]_act", text)
 
 

@@ -30,11 +30,11 @@ class Rounded(torch.autograd.Function):
     """round with the gradient of its argument."""
 
     @staticmethod
-    def forward(context, value):
+    def forward(_, value):
         return value.round()
 
     @staticmethod
-    def backward(context, gradient):
+    def backward(_, gradient):
         return gradient
 
 
