@@ -15,6 +15,8 @@ from .samples import Samples
 _LOG = logging.getLogger("gptqkit")
 _Result = TypeVar("_Result")
 
+ASIDE = 8
+
 
 class Batches:
     """The samples that this process works on, batch by batch; a batch is named by the range of its samples.
@@ -60,6 +62,14 @@ class Batches:
         both = {"input_ids": self.samples.input_ids, "attention_mask": self.samples.attention_mask}
         rows = slice(batch.start, batch.stop)
         return {name: tensor[rows].to(self.device) for name, tensor in both.items() if tensor is not None}
+
+    def split(self) -> tuple[range, range]:
+        """Return the samples of this process to learn from, and one in `ASIDE` that is kept aside to choose by.
+
+        These are the last ones; a single sample is both.
+        """
+        aside = self.mine[len(self.mine) - max(1, len(self.mine) // ASIDE) :] if self.mine else self.mine
+        return self.mine[: len(self.mine) - len(aside)] or self.mine, aside
 
     @property
     def tokens(self) -> int:
@@ -127,6 +137,30 @@ class Batches:
         counts = self.counts[rows, None].expand(-1, self.samples.input_ids.shape[1])
         mask = self.samples.attention_mask
         return (counts if mask is None else counts & mask[rows]).to(self.device)
+
+
+def shuffled(samples: range, size: int, generator: torch.Generator) -> Iterator[range]:
+    """Yield the samples in batches of neighbours, which are none in the text, in an order drawn from `generator`."""
+    starts = range(0, len(samples), size)
+    for number in torch.randperm(len(starts), generator=generator).tolist():
+        yield samples[starts[number] : starts[number] + size]
+
+
+def pieces(samples: range, size: int) -> Iterator[range]:
+    """Yield the samples in batches, in order."""
+    for start in range(0, len(samples), size):
+        yield samples[start : start + size]
+
+
+def in_pieces(work: Callable[[int], _Result], size: int) -> tuple[_Result, int]:
+    """Return what `work(size)` does, and the size, halved as often as memory ran out."""
+    while True:
+        try:
+            return work(size), size
+        except RuntimeError as error:
+            if size == 1 or not out_of_memory(error):
+                raise
+            size //= 2
 
 
 def out_of_memory(error: BaseException) -> bool:

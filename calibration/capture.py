@@ -87,7 +87,7 @@ def block_call(
 
     with _blocks_replaced(blocks[:layer], returned), _forward_replaced(blocks[layer], reached):
         try:
-            model(**batch, **_without_cache(model))
+            model(**batch, **without_cache(model))
         except _Reached:
             return calls[0]
         except Exception as error:  # the model's own code
@@ -115,7 +115,7 @@ def head_input(
         return as_returned(hidden, returned)
 
     with _blocks_replaced(blocks[:-1], returned), _forward_replaced(blocks[-1], replaced):
-        return capture_inputs({"head": head}, lambda: model(**batch, **_without_cache(model)))["head"]
+        return capture_inputs({"head": head}, lambda: model(**batch, **without_cache(model)))["head"]
 
 
 def capture_inputs(modules: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, Tensor]:
@@ -196,7 +196,8 @@ def as_returned(hidden: Any, returned: int) -> Any:
     return (hidden, *[None] * (returned - 1)) if returned else hidden
 
 
-def _without_cache(model: nn.Module) -> dict[str, bool]:
+def without_cache(model: nn.Module) -> dict[str, bool]:
+    """Return the argument that keeps a model from making a cache, if it takes it."""
     accepted = inspect.signature(model.forward).parameters.values()
     takes = any(parameter.name == "use_cache" or parameter.kind is parameter.VAR_KEYWORD for parameter in accepted)
     return {"use_cache": False} if takes else {}

@@ -61,11 +61,13 @@ class QuantizeConfig:
         damp_percent: Damping added to the Hessian's diagonal, as a fraction of its mean; raised tenfold, and reported,
             where the Hessian is singular.
         grid: How each group's grid is chosen: "minmax" spans minimum to maximum; "mse" searches for the least squared
-            error, weighted by diag(H); "sim" then tries the sweep itself on grids nearby, but for static groups. "mse" is
-            the default, except with "rtn".
+            error, weighted by diag(H); "sim" then tries the sweep itself on grids nearby, but for static groups. By
+            default "mse", and "minmax" with "rtn".
         alpha: Strength of gptaq's correction, from 0 to 1.
         learn_iterations: Steps of learned rounding after a block is solved: its codes and scales are moved until its
             output comes nearest to the float model's (arXiv 2309.05516, from the method's own solution); 0 for none.
+        tune_epochs: How often the samples are gone through to tune all scales of the finished model on the divergence
+            of its predictions from the float model's, both in memory as a whole; 0 for not at all.
         true_sequential: Calibrate each layer on the outputs of the layers already quantized in the same block.
         block_size: Columns per lazy update of the sweep; affects only the speed.
         float64: Factorize and sweep in double precision.
@@ -98,6 +100,7 @@ class QuantizeConfig:
     grid: str | None = field(default=None, metadata={"choices": GRIDS})
     alpha: float = 0.25
     learn_iterations: int = 0
+    tune_epochs: int = 0
     true_sequential: bool = True
     block_size: int = 128
     float64: bool = False
@@ -129,6 +132,8 @@ class QuantizeConfig:
             raise ConfigError(f"alpha is {self.alpha}; it must lie between 0 and 1 (0.25 is published)")
         if self.learn_iterations < 0:
             raise ConfigError(f"learn_iterations is {self.learn_iterations}; give 0 for none, or such as 40 or 200")
+        if self.tune_epochs < 0:
+            raise ConfigError(f"tune_epochs is {self.tune_epochs}; give 0 for none, or such as 2")
         if self.block_size < 1:
             raise ConfigError(f"block_size is {self.block_size}; it must be positive")
         if not isinstance(self.overrides, Mapping):

@@ -64,11 +64,8 @@ class LearnedWeight:
 
     def stored(self) -> QuantizedWeight:
         """Return the weight as a file holds it."""
-        stretch, its = self._stretch.exp(), self._weight
-        offset = None if its.sym else (self._offset * stretch).squeeze(-1)
-        scale, offset = self._snap((self._scale * stretch).squeeze(-1), offset, its.bits)
         codes = self._in_order(self._codes()).to(torch.uint8)
-        return dataclasses.replace(its, codes=codes, scale=scale, offset=offset)
+        return stretched(dataclasses.replace(self._weight, codes=codes), self._stretch.squeeze(-1), self._snap)
 
     def _codes(self) -> Tensor:
         return (self._position + self._move).round_().clamp_(0, self._top)
@@ -76,6 +73,13 @@ class LearnedWeight:
     def _in_order(self, grouped: Tensor) -> Tensor:
         flat = grouped.flatten(1)
         return flat if self._back is None else flat[:, self._back]
+
+
+def stretched(weight: QuantizedWeight, stretch: Tensor, snap: Snap) -> QuantizedWeight:
+    """Return a weight with scales and offsets multiplied by exp(stretch), (out, groups), as a file can hold them."""
+    factor = stretch.exp()
+    scale, offset = snap(weight.scale * factor, None if weight.sym else weight.offset * factor, weight.bits)
+    return dataclasses.replace(weight, scale=scale, offset=offset)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,7 +10,7 @@ from gptqkit.calibration.samples import Samples
 from support.jobs import contents, processes
 from support.jobs import quantize as quantize_case
 from support.models import build, overflowing, samples
-from support.pipeline import outputs, quantize
+from support.pipeline import outputs, quantize, weights
 
 
 def learned(model, out, **settings):
@@ -83,3 +83,46 @@ def test_several_processes_learn_together(job_models, tmp_path):
     for ended in processes(quantize_case, job_models, "learned", tmp_path / "out", size=2, log=tmp_path / "log"):
         assert ended.code == 0, ended.text
     assert torch.isfinite(outputs(load(tmp_path / "out", device="cpu")[0])).all()
+
+
+def divergence(path, model, ids):
+    """KL(model || checkpoint) per token, in transformers alone."""
+    loaded, _ = load(path, device="cpu")
+    with torch.no_grad():
+        ours, theirs = (each(ids).logits.float().log_softmax(-1) for each in (loaded, model))
+    return float(torch.nn.functional.kl_div(ours, theirs, log_target=True, reduction="sum") / ids.numel())
+
+
+@pytest.mark.parametrize(("name", "format_"), [("llama", "gptq"), ("gpt2", "gptq_v2"), ("mixtral", "gptq_v2")])
+def test_tuned_scales_predict_more_like_the_float_model(tmp_path, name, format_):
+    """Codes and zero points stay; on the samples kept aside the divergence falls, and is what the report says."""
+    model, settings = build(name), {"bits": 2, "format": format_}
+    quantize(model, tmp_path / "plain", samples(64), **settings)
+    report = quantize(
+        model, tmp_path / "tuned", samples(64), **settings, tune_epochs=2, run={"shard_size": 60000}
+    ).report
+    aside = samples(64).input_ids[-8:]
+    for path, said in (("plain", report.tuning.divergence_before), ("tuned", report.tuning.divergence)):
+        assert divergence(tmp_path / path, model, aside) == pytest.approx(said, rel=1e-3)
+    assert report.tuning.divergence < report.tuning.divergence_before
+    before, after = weights(tmp_path / "plain"), weights(tmp_path / "tuned")
+    for layer, weight in before.items():
+        assert torch.equal(weight.codes, after[layer].codes)
+        assert torch.equal(weight.zero_point(), after[layer].zero_point())
+    assert any(not torch.equal(weight.scale, after[layer].scale) for layer, weight in before.items())
+
+
+def test_a_job_stopped_while_scales_are_tuned_ends_in_the_same_files(tmp_path, one_thread):
+    class Stop(Exception):
+        pass
+
+    def stop(step):
+        if step.stage == "tune" and step.done == 3:
+            raise Stop
+
+    model, settings = build("qwen2"), {"bits": 2, "tune_epochs": 1}
+    quantize(model, tmp_path / "whole", samples(16), **settings)
+    with pytest.raises(Stop):
+        quantize(model, tmp_path / "out", samples(16), **settings, progress=stop)
+    quantize(model, tmp_path / "out", samples(16), **settings, run={"resume": True})
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")

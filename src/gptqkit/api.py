@@ -100,8 +100,11 @@ def quantize(
         calibration = Calibration(calibration)
     if not isinstance(model, (str, Path, PreTrainedModel)):
         raise ArchitectureError(f"model is a {type(model).__name__}; give a folder, an id, or a PreTrainedModel")
-    if calibration is None and find_method(config.method).needs:
-        raise CalibrationError(f"method {config.method!r} needs calibration text; only 'rtn' works without")
+    if calibration is None and (find_method(config.method).needs or config.learn_iterations or config.tune_epochs):
+        raise CalibrationError(
+            f"method {config.method!r} needs calibration text, and so do learned rounding and tuned scales; only 'rtn' "
+            "works without"
+        )
     with join(choose_device(run.device)) as processes, _on_disk(model) as (path, name):
         if run.resume and not run.overwrite:
             with processes.together():
@@ -130,7 +133,13 @@ def quantize(
             report = pipeline.report(name, seed=0 if calibration is None else calibration.seed)
             with processes.together():
                 if processes.rank == 0:
-                    staged = assemble(job.folder, job.records, source, config, tokenizer, run.shard_size)
+                    assemble(job.folder, job.records, source, config, tokenizer, run.shard_size)
+            staged = job.folder / "checkpoint"
+            if config.tune_epochs:
+                tuned = pipeline.tune(staged)
+                report = replace(report, tuning=tuned)
+            with processes.together():
+                if processes.rank == 0:
                     if text is not None:
                         how = Evaluation(sequence_length=length, device=str(processes.device))
                         scores = evaluate(staged, text, how, progress=progress).to_dict()

@@ -111,6 +111,28 @@ def assemble(
     return directory
 
 
+def replace_weights(checkpoint: Checkpoint, weights: Mapping[str, QuantizedWeight]) -> None:
+    """Put other weights of the same shapes in the places of a checkpoint's layers, file by file; read them back."""
+
+    def tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+        layer, packed = "", dict[str, Tensor]()
+        for full_name in (name for name, where in checkpoint.tensors.where.items() if where == file):
+            name, _, key = full_name.rpartition(".")
+            if name not in weights or key not in checkpoint.format.suffixes:
+                yield full_name, checkpoint.tensor(full_name)
+                continue
+            if name != layer:
+                layer, packed = name, checkpoint.format.pack(weights[name])
+            yield full_name, packed[key]
+
+    for file in checkpoint.tensors.files:
+        (written,) = write_files(file.with_name(f".{file.stem}"), tensors(file), max_bytes=1 << 62)
+        written.rename(file)
+    again = open_checkpoint(checkpoint.path)
+    for name, weight in weights.items():
+        check_written(name, again.weight(name), weight)
+
+
 def _specs(records: Sequence[Mapping[str, Any]]) -> dict[str, LayerSpec]:
     return {name: LayerSpec(**spec) for record in records for name, spec in record["layers"].items()}
 

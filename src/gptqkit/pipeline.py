@@ -11,6 +11,8 @@ import dataclasses
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -29,12 +31,13 @@ from .progress import Progress, ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
 from .quantizer.methods import Solution, find_method
 from .quantizer.quantized import QuantizedWeight
-from .report import BlockReport, ModuleReport, QuantizationReport
+from .report import BlockReport, ModuleReport, QuantizationReport, TuningReport
 from .run import LARGEST_BATCH, Run
 from .solving import Measured, Solved, solve_all
 from .streams import Streams
 from .subsets import Group, Subset, portions
 from .targets import Target, find_head, find_targets, matrix, misfits
+from .tuning import tune
 from .verify import check_block
 
 _LOG = logging.getLogger("gptqkit")
@@ -108,6 +111,11 @@ class Pipeline:
                     solved, reports = self._solve([measured], None)
                     weights = {name: solution.weight for name, solution in solved.items()}
                     self._commit(None, weights, reports, streams, None)
+
+    def tune(self, directory: Path) -> TuningReport:
+        """Tune the scales of the complete checkpoint in `directory`."""
+        work = partial(tune, directory, self.model, self.batches, self.processes)
+        return work(epochs=self.config.tune_epochs, dtype=self.dtype, progress=self._progress)
 
     def report(self, name: str, seed: int) -> QuantizationReport:
         """Return the report on the whole, with the name of the model and the seed of its samples."""

@@ -71,6 +71,19 @@ class BlockReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TuningReport:
+    """What tuning the scales of the whole model did.
+
+    Attributes:
+        divergence: KL(float model || quantized model) in nats per token, on the samples kept aside.
+        divergence_before: The same before; equal where nothing better was found, and nothing changed.
+    """
+
+    divergence: float
+    divergence_before: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class QuantizationReport:
     """A quantization as a whole.
 
@@ -91,6 +104,7 @@ class QuantizationReport:
         left_in_float: Linears that could not be quantized, and why.
         modules: One entry per quantized module, in the order in which they were solved.
         blocks: One entry per block whose rounding was learned; `error` of its modules is that of before.
+        tuning: What tuning the scales did; None where that was not asked for.
         perplexity: What was measured on the finished checkpoint: one row per text, with its name and the scores.
     """
 
@@ -110,6 +124,7 @@ class QuantizationReport:
     left_in_float: dict[str, str] = field(default_factory=dict, repr=False)
     modules: list[ModuleReport] = field(default_factory=list, repr=False)
     blocks: list[BlockReport] = field(default_factory=list, repr=False)
+    tuning: TuningReport | None = None
     perplexity: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,6 +143,7 @@ class QuantizationReport:
             its = {
                 "config": QuantizeConfig.from_dict(values["config"]),
                 "modules": [ModuleReport(**row) for row in rows],
+                "tuning": TuningReport(**values["tuning"]) if values.get("tuning") else None,
                 "blocks": [BlockReport(**row) for row in values.get("blocks", [])],
             }
             return cls(**{"seconds": 0.0, **values, **its})
