@@ -15,6 +15,14 @@ from .methods import METHODS
 
 BITS = (2, 3, 4, 8)
 GRIDS = ("minmax", "mse", "sim")
+QUALITIES: Mapping[str, Mapping[str, Any]] = {
+    "fast": {"method": "gptq", "grid": "mse", "learn_iterations": 0, "tune_epochs": 0},
+    "balanced": {"method": "gptaq", "grid": "sim", "learn_iterations": 40, "tune_epochs": 0},
+    "best": {"method": "gptaq", "grid": "sim", "learn_iterations": 150, "tune_epochs": 2},
+}
+"""What a quality stands for, where a setting is not given by itself."""
+
+_BY_QUALITY: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +59,9 @@ class QuantizeConfig:
         bits: Bits per weight.
         group_size: Input columns that share a scale and a zero point; -1 for one group per row.
         sym: Symmetric or asymmetric grids: the zero point is fixed at 2^(bits-1), or chosen for every group.
+        quality: "fast" solves every layer with gptq; "balanced" is gptaq with simulated grids and 40 steps of learned
+            rounding per block; "best" takes 150 steps and tunes the scales of the whole model. Each sets `method`,
+            `grid`, `learn_iterations` and `tune_epochs`, where these are not given.
         method: "rtn" rounds to nearest; "gptq" moves each column's error onto later columns (arXiv 2210.17323);
             "gptaq" also corrects for the errors of earlier layers (arXiv 2504.02692).
         desc_act: Quantize columns in order of decreasing diag(H), H being the Hessian. Groups follow that order, so the
@@ -61,8 +72,8 @@ class QuantizeConfig:
         damp_percent: Damping added to the Hessian's diagonal, as a fraction of its mean; raised tenfold, and reported,
             where the Hessian is singular.
         grid: How each group's grid is chosen: "minmax" spans minimum to maximum; "mse" searches for the least squared
-            error, weighted by diag(H); "sim" then tries the sweep itself on grids nearby, but for static groups. By
-            default "mse", and "minmax" with "rtn".
+            error, weighted by diag(H); "sim" then tries the sweep itself on grids nearby, but for static groups. With
+            "rtn" the default is "minmax".
         alpha: Strength of gptaq's correction, from 0 to 1.
         learn_iterations: Steps of learned rounding after a block is solved: its codes and scales are moved until its
             output comes nearest to the float model's (arXiv 2309.05516, from the method's own solution); 0 for none.
@@ -92,15 +103,16 @@ class QuantizeConfig:
     bits: int = field(default=4, metadata={"choices": BITS})
     group_size: int | None = 128
     sym: bool = field(default=True, metadata={"off": "asym"})
-    method: str = field(default="gptq", metadata={"choices": METHODS})
+    quality: str = field(default="fast", metadata={"choices": QUALITIES})
+    method: str = field(default=_BY_QUALITY, metadata={"choices": METHODS})
     desc_act: bool = False
     static_groups: bool = False
     act_group_aware: bool | None = None
     damp_percent: float = 0.01
-    grid: str | None = field(default=None, metadata={"choices": GRIDS})
+    grid: str = field(default=_BY_QUALITY, metadata={"choices": GRIDS})
     alpha: float = 0.25
-    learn_iterations: int = 0
-    tune_epochs: int = 0
+    learn_iterations: int = _BY_QUALITY
+    tune_epochs: int = _BY_QUALITY
     true_sequential: bool = True
     block_size: int = 128
     float64: bool = False
@@ -114,6 +126,11 @@ class QuantizeConfig:
         if self.group_size is not None:
             _check_group_size(self.group_size)
             object.__setattr__(self, "group_size", None if self.group_size == -1 else self.group_size)
+        if self.quality not in QUALITIES:
+            raise ConfigError(f"quality is {self.quality!r}; choose one of {', '.join(QUALITIES)}")
+        for name, value in QUALITIES[self.quality].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, "minmax" if (name, self.method) == ("grid", "rtn") else value)
         if self.method not in METHODS:
             raise ConfigError(f"method is {self.method!r}; choose one of {', '.join(METHODS)}")
         if self.format not in FORMATS:
@@ -122,8 +139,6 @@ class QuantizeConfig:
             raise ConfigError("desc_act and act_group_aware are two orders of the same columns; choose one")
         if self.act_group_aware is None:
             object.__setattr__(self, "act_group_aware", not self.desc_act)
-        if self.grid is None:
-            object.__setattr__(self, "grid", "minmax" if self.method == "rtn" else "mse")
         if self.grid not in GRIDS:
             raise ConfigError(f"grid is {self.grid!r}; choose one of {', '.join(GRIDS)}")
         if not 0 < self.damp_percent < 1:
@@ -148,7 +163,7 @@ class QuantizeConfig:
 
     def plain_rounding(self) -> QuantizeConfig:
         """Return the same grids without search or solver: what every method is compared with."""
-        return dataclasses.replace(self, method="rtn", grid="minmax")
+        return dataclasses.replace(self, method="rtn", grid="minmax", learn_iterations=0)
 
     def for_module(self, name: str) -> QuantizeConfig | None:
         """Return the settings for the module called `name`, or None where it stays in floating point."""

@@ -87,6 +87,16 @@ class Method:
     needs: frozenset[str] = frozenset()
 
 
+def needs_calibration(config: Any) -> bool:
+    """Whether the settings of a QuantizeConfig can do nothing without calibration text."""
+    return bool(find_method(config.method).needs or config.learn_iterations or config.tune_epochs)
+
+
+def pairs_models(config: Any) -> bool:
+    """Whether they compare the quantized model's hidden states with the float model's."""
+    return "cross" in find_method(config.method).needs or config.learn_iterations > 0
+
+
 def find_method(name: str) -> Method:
     """Return the method called `name`, one of `METHODS`."""
     module, _, attribute = METHODS[name].rpartition(".")

@@ -112,7 +112,8 @@ def test_tuned_scales_predict_more_like_the_float_model(tmp_path, name, format_)
     assert any(not torch.equal(weight.scale, after[layer].scale) for layer, weight in before.items())
 
 
-def test_a_job_stopped_while_scales_are_tuned_ends_in_the_same_files(tmp_path, one_thread):
+@pytest.mark.usefixtures("one_thread")
+def test_a_job_stopped_while_scales_are_tuned_ends_in_the_same_files(tmp_path):
     class Stop(Exception):
         pass
 

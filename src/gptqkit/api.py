@@ -34,7 +34,7 @@ from .model import FloatModel
 from .pipeline import Pipeline
 from .progress import ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
-from .quantizer.methods import find_method
+from .quantizer.methods import needs_calibration
 from .report import QuantizationReport
 from .run import Run
 from .settings import settings_of
@@ -100,10 +100,9 @@ def quantize(
         calibration = Calibration(calibration)
     if not isinstance(model, (str, Path, PreTrainedModel)):
         raise ArchitectureError(f"model is a {type(model).__name__}; give a folder, an id, or a PreTrainedModel")
-    if calibration is None and (find_method(config.method).needs or config.learn_iterations or config.tune_epochs):
+    if calibration is None and needs_calibration(config):
         raise CalibrationError(
-            f"method {config.method!r} needs calibration text, and so do learned rounding and tuned scales; only 'rtn' "
-            "works without"
+            f"method {config.method!r} needs calibration text; only 'rtn', without learning, does not"
         )
     with join(choose_device(run.device)) as processes, _on_disk(model) as (path, name):
         if run.resume and not run.overwrite:
@@ -122,6 +121,10 @@ def quantize(
             samples = None if calibration is None else _samples(source, calibration, tokenizer)
             length = default_length(source.model) if samples is None else samples.input_ids.shape[1]
             text = None if evaluate_on is None else _text(source, evaluate_on, tokenizer, length)
+            if config.tune_epochs and is_encoder(source.model, source.path):
+                raise ConfigError(
+                    f"{type(source.model).__name__} predicts no tokens to tune scales on; use tune_epochs=0"
+                )
         identity = identity_of(source, config, samples, run.batch_size, processes.device)
         check_agreement(processes, identity)
         with Job(out, identity, processes, resume=run.resume, overwrite=run.overwrite) as job:
@@ -131,13 +134,7 @@ def quantize(
             with _explained_memory():
                 pipeline.run()
             report = pipeline.report(name, seed=0 if calibration is None else calibration.seed)
-            with processes.together():
-                if processes.rank == 0:
-                    assemble(job.folder, job.records, source, config, tokenizer, run.shard_size)
-            staged = job.folder / "checkpoint"
-            if config.tune_epochs:
-                tuned = pipeline.tune(staged)
-                report = replace(report, tuning=tuned)
+            staged, report = _completed(job, pipeline, tokenizer, run, report)
             with processes.together():
                 if processes.rank == 0:
                     if text is not None:
@@ -148,6 +145,20 @@ def quantize(
                     job.publish(staged)
         report = processes.gather(report)[0]
     return QuantizeResult(report, out)
+
+
+def _completed(
+    job: Job, pipeline: Pipeline, tokenizer: Any, run: Run, report: QuantizationReport
+) -> tuple[Path, QuantizationReport]:
+    """Make the checkpoint of all finished blocks, and tune its scales where asked; return it and the report."""
+    with pipeline.processes.together():
+        if pipeline.processes.rank == 0:
+            assemble(job.folder, job.records, pipeline.model, pipeline.config, tokenizer, run.shard_size)
+    staged = job.folder / "checkpoint"
+    if pipeline.config.tune_epochs:
+        with _explained_memory():
+            report = replace(report, tuning=pipeline.tune(staged))
+    return staged, report
 
 
 @contextmanager
@@ -162,6 +173,15 @@ def _explained_memory() -> Iterator[None]:
             f"out of memory with one sample per batch ({str(error).splitlines()[0]}); use --activations disk "
             "(activations='disk') or fewer or shorter samples"
         ) from error
+
+
+def _check_predicts(source: FloatModel, config: QuantizeConfig) -> None:
+    """Refuse to tune the scales of a model that has no predictions to compare."""
+    if config.tune_epochs and is_encoder(source.model, source.path):
+        raise ConfigError(
+            f"{type(source.model).__name__}, an encoder, predicts no tokens to tune scales on; use tune_epochs=0 "
+            "(--tune-epochs 0)"
+        )
 
 
 def _finished(out: Path, config: QuantizeConfig, name: str) -> QuantizationReport | None:

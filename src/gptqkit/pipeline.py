@@ -29,7 +29,7 @@ from .learning import learn_block
 from .model import FloatModel, part_of
 from .progress import Progress, ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
-from .quantizer.methods import Solution, find_method
+from .quantizer.methods import Solution, pairs_models
 from .quantizer.quantized import QuantizedWeight
 from .report import BlockReport, ModuleReport, QuantizationReport, TuningReport
 from .run import LARGEST_BATCH, Run
@@ -77,7 +77,7 @@ class Pipeline:
         self._strict, self._told = run.strict, set[str]()
         self._tell(misfits(self.targets, self.left, config))
         self.calibrated = samples is not None
-        self.paired = self.calibrated and ("cross" in find_method(config.method).needs or config.learn_iterations > 0)
+        self.paired = self.calibrated and pairs_models(config)
         samples, size = samples or PROBE, run.batch_size or LARGEST_BATCH
         self.batches = Batches(samples, processes.share(len(samples.input_ids), size), size, self.device)
         if job.records:
