@@ -12,7 +12,7 @@ from typing import Any
 
 from .checkpoint import Checkpoint, matrices, open_checkpoint
 from .formats import LayerSpec
-from .gptq_config import FUSED, skipped_modules
+from .modules import FUSED, skipped_modules
 from .shards import some
 
 TRANSFORMERS = "transformers+gptqmodel"
