@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from gptqkit.errors import CheckpointError, ConfigError, ConversionError
+from gptqkit.errors import CheckpointError, ConversionError, ShapeError
 from gptqkit.export.formats import Declared, LayerSpec, find_format
 from support.weights import gptq_tensors, random_weight, same
 
@@ -86,10 +86,10 @@ def test_grids_that_a_version_cannot_hold_are_counted():
 
 def test_shapes_are_checked_before_any_work():
     for bits, unit in ((2, 16), (3, 32), (4, 8), (8, 4)):  # of codes that fill whole int32 words
-        VERSIONS[1].check((unit, 3 * unit), bits)
+        VERSIONS[1].check(LayerSpec.of(random_weight(bits, unit, 3 * unit)))
         for shape in ((unit, 3 * unit + unit // 2), (unit + 1, unit)):
-            with pytest.raises(ConfigError, match=f"packed {bits}-bit weights need multiples of {unit} both ways"):
-                VERSIONS[1].check(shape, bits)
+            with pytest.raises(ShapeError, match=f"packed {bits}-bit weights need multiples of {unit} both ways"):
+                VERSIONS[1].check(LayerSpec.of(random_weight(bits, *shape)))
 
 
 def test_what_other_programs_leave_out_or_write_differently():
