@@ -130,8 +130,9 @@ def unpack_layer(name: str, tensors: Mapping[str, Tensor], spec: LayerSpec) -> Q
 def write_config(config: QuantizeConfig, layers: Mapping[str, LayerSpec], matrices: Sequence[str]) -> dict[str, Any]:
     """Return the quantization config of a checkpoint: a group of modules for each kind of grid.
 
-    The common one is that of all Linears, the others name their modules, which comes first with every reader. What is
-    in floating point is to be ignored: in the blocks by regular expressions, which know the names of fused projections.
+    The commonest, which stands last, is that of all Linears; the others name their modules, and names count first with
+    every reader. What is in floating point is to be ignored: in the blocks by regular expressions, which know the names
+    of fused projections.
     """
     kinds: dict[tuple[int, int | None, bool, bool], list[str]] = defaultdict(list)
     for name, layer in layers.items():
@@ -142,10 +143,10 @@ def write_config(config: QuantizeConfig, layers: Mapping[str, LayerSpec], matric
     skipped = skipped_modules(layers, matrices)
     universe = [*layers, *skipped]
     groups = {}
-    for number, (kind, names) in enumerate(sorted(kinds.items(), key=lambda item: -len(item[1]))):
+    for number, (kind, names) in enumerate(sorted(kinds.items(), key=lambda item: len(item[1])), start=1):
         outside = [name for name in names if outside_blocks(name)]
-        inside = patterns_of(_PATTERN, set(names) - set(outside), universe)
-        groups[f"group_{number}"] = _group([*(inside if number else [_LINEAR]), *outside], *kind)
+        inside = patterns_of(_PATTERN, (name for name in names if not outside_blocks(name)), universe)
+        groups[f"group_{number - 1}"] = _group([*([_LINEAR] if number == len(kinds) else inside), *outside], *kind)
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
