@@ -27,8 +27,8 @@ def outside_blocks(name: str) -> bool:
 
 
 def inside_blocks(names: Iterable[str]) -> list[str]:
-    """Return what modules are called within their blocks, each name once."""
-    return list(dict.fromkeys(match["inner"] for name in names if (match := _BLOCK.fullmatch(name))))
+    """Return what modules are called within their blocks, each name once, sorted."""
+    return sorted({match["inner"] for name in names if (match := _BLOCK.fullmatch(name))})
 
 
 def skipped_modules(layers: Iterable[str], matrices: Iterable[str]) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from compressed_tensors.quantization import is_module_quantized
 from reading import answer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -23,7 +22,7 @@ def read(checkpoint: Path, input_ids: Tensor, kernel: str | None) -> dict[str, T
         for dtype, name in ((torch.float16, "logits"), (torch.float32, "logits_float32")):
             model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, device_map="cpu")
             found[name] = model(input_ids).logits.float()
-    layers = {name: module for name, module in model.named_modules() if is_module_quantized(module)}
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "quantization_scheme")}
     return found | {f"weight.{name}": layer.weight.half().contiguous() for name, layer in layers.items()}
 
 
