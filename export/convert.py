@@ -72,6 +72,9 @@ def convert(
 def _check(checkpoint: Checkpoint, format: str) -> None:  # noqa: A002
     """Raise ConversionError where shapes and settings alone show that the format cannot hold a layer."""
     layout, declared = find_format(format), checkpoint.declared
+    for name in checkpoint.other_names:
+        if name.rpartition(".")[2] in layout.suffixes:
+            raise ConversionError(f"{name} belongs to no quantized layer, but {format} would take it for a part of one")
     for name, spec in checkpoint.layers.items():
         try:
             layout.check(spec)
