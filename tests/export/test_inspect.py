@@ -66,7 +66,7 @@ OTHERS = ["GPTQModel", "transformers", "vLLM", "SGLang", "AutoGPTQ"]
         ({"format": "awq", "sym": False}, {"SGLang": "not tried with awq", "AutoGPTQ": "convert to gptq"}),
         (
             {"format": "awq", "group_size": 8},
-            {name: "groups of" for name in OTHERS[:3]} | {"SGLang": "", "AutoGPTQ": ""},
+            dict.fromkeys(OTHERS[:3], "groups of") | {"SGLang": "", "AutoGPTQ": ""},
         ),
         (
             {"format": "awq", "overrides": {"down_proj": SKIP}},
