@@ -84,8 +84,8 @@ CHANGED = ("w4-g128-sym-v1", "w4-g128-asym-awq", "w4-g128-asym-ct")
 CONTROLS = (
     *(("one code of 4.7 million is one off", name, f"{TAMPERED}{name}") for name in CHANGED),
     ("columns in another order", "w4-g64-sym-v2", "w4-g64-sym-static-v1"),
-    ("another format's zero points", "w4-g128-asym-awq", "w4-g128-sym-ct"),
-    ("another format's zero points", "w4-g128-sym-ct", "w4-g128-asym-awq"),
+    ("the other's grids, symmetric or not", "w4-g128-asym-awq", "w4-g128-sym-ct"),
+    ("the other's grids, symmetric or not", "w4-g128-sym-ct", "w4-g128-asym-awq"),
 )
 PACKAGES = {
     "gptqmodel": ("gptqmodel", "transformers", "optimum", "torch"),
@@ -132,24 +132,24 @@ GPTQMODEL = Client(
     script="gptqmodel_client.py",
     kernel="gptq_torch",
     exact=True,
-    reads="-v[12]$",
+    reads="-v[12]",
     variables=GPTQMODEL_VARIABLES,
     refusals=GPTQMODEL_REFUSALS,
 )
-TRANSFORMERS = replace(GPTQMODEL, script="transformers_client.py", reads="^(?!.*-experts-).*-v[12]$", refusals={})
-CHOICE = {"kernel": None, "exact": False, "factor": BFLOAT16_FACTOR, "reads": "^w4-(?!.*-experts-).*-v[12]$"}
+TRANSFORMERS = replace(GPTQMODEL, script="transformers_client.py", reads="^(?!.*-experts-).*-v[12]", refusals={})
+CHOICE = {"kernel": None, "exact": False, "factor": BFLOAT16_FACTOR, "reads": "^w4-(?!.*-experts-).*-v[12]"}
 CLIENTS = {
     "GPTQModel, torch kernel": GPTQMODEL,
     "GPTQModel, its choice": replace(GPTQMODEL, **CHOICE, refusals={**GPTQMODEL_REFUSALS, **INT4PACK_REFUSALS}),
-    "GPTQModel, AWQ torch kernel": replace(GPTQMODEL, kernel="awq_torch", reads="-awq$", refusals={}),
+    "GPTQModel, AWQ torch kernel": replace(GPTQMODEL, kernel="awq_torch", reads="-awq", refusals={}),
     "transformers, torch kernel": TRANSFORMERS,
     "transformers, its choice": replace(TRANSFORMERS, **CHOICE, refusals=INT4PACK_REFUSALS),
-    "transformers, AWQ torch kernel": replace(TRANSFORMERS, kernel="torch_awq", exact=False, reads="-awq$"),
+    "transformers, AWQ torch kernel": replace(TRANSFORMERS, kernel="torch_awq", exact=False, reads="-awq"),
     "transformers, compressed-tensors": Client(
         environment="llmcompressor",
         script="compressed_client.py",
         exact=True,
-        reads="-ct$",
+        reads="-ct",
         variables={},
         refusals={},
     ),
@@ -198,7 +198,9 @@ def main() -> int:
     tampered = [change_one_code(work / "ours" / name, work / f"{TAMPERED}{name}") for name in chosen if name in CHANGED]
     readings = {path.name: read(path, input_ids) for path in (*ours, *tampered)}
     scrambled = [
-        scramble(work / "ours" / name, work / f"random-bits-of-{name}") for name in chosen if name in SCRAMBLED
+        scramble(work / "ours" / name, work / "scrambled" / f"{name}-random-bits")
+        for name in chosen
+        if name in SCRAMBLED
     ]
     readings |= {path.name: read(path) for path in scrambled}
     rows: list[tuple[str, ...]] = []
