@@ -269,7 +269,7 @@ class _Sweep:
         bits, sym = self.config.bits, self.config.sym
         scaled = sweep_block(library, tensors, group_size=self.group_size, bits=bits, sym=sym, min_zero=min_zero)
         for group, one, its_zero in zip(first.tolist() if inside else (), scale, zero, strict=False):
-            self.grids[group] = GroupGrid(one, -(its_zero * one), 2**self.config.bits - 1)
+            self.grids[group] = GroupGrid(one, -((its_zero + 0.0) * one), 2**self.config.bits - 1)
         return scaled
 
     def _begin_group(self, position: int, block: Tensor, begin: int, importance: Tensor) -> None:

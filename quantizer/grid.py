@@ -42,7 +42,7 @@ class IntegerZeroPoint:
         stored = _as_float16(scale)
         if offset is None:
             return stored, stored * -(2 ** (bits - 1))
-        zero = (-offset / stored).round_().clamp_(self.least, max_code)
+        zero = (-offset / stored).round_().clamp_(self.least, max_code).add_(0.0)  # 0, never -0, as it is read back
         if self.least:
             high = (scale * max_code + offset).clamp_(min=0)
             wider = _as_float16(torch.maximum(stored, high / (max_code - self.least)))

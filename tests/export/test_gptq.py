@@ -7,6 +7,8 @@ import torch
 
 from gptqkit.errors import CheckpointError, ConversionError, ShapeError
 from gptqkit.export.formats import Declared, LayerSpec, find_format
+from gptqkit.quantizer.config import QuantizeConfig
+from gptqkit.quantizer.methods import Moments, find_method
 from support.weights import gptq_tensors, random_weight, same
 
 VERSIONS = {1: find_format("gptq"), 2: find_format("gptq_v2")}
@@ -69,6 +71,22 @@ def test_every_grid_that_the_solver_may_use_can_be_held(version, bits):
         scales, offsets = VERSIONS[version].snap(scale, wanted, bits)
         weight = dataclasses.replace(random_weight(bits), scale=scales, offset=offsets, sym=wanted is None)
         assert same(read(VERSIONS[version].pack(weight), version=version, bits=bits, sym=wanted is None), weight)
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_groups_without_negative_weights_read_back_to_the_bit(version, method):
+    """Their grids begin at zero: version 2 has a zero point for that, and floating point two zeros."""
+    weight = torch.rand(64, 64, generator=torch.Generator().manual_seed(0))
+    weight[:, 32:] -= 0.5
+    config = QuantizeConfig(method=method, format=version, bits=4, group_size=32, sym=False)
+    moments, layout = Moments(hessian=torch.eye(64)), find_format(version)
+    solved = find_method(method).solve(weight, moments, config, layout.snap).weight
+    spec = LayerSpec.of(solved)
+    found = layout.unpack("layer", layout.pack(solved), spec)
+    assert (solved.zero_point() == 0).any() == (version == "gptq_v2")
+    for part in ("codes", "scale", "offset"):
+        assert getattr(found, part).numpy().tobytes() == getattr(solved, part).numpy().tobytes(), part
 
 
 def test_grids_that_a_version_cannot_hold_are_counted():
