@@ -159,6 +159,7 @@ OLD_AWQ = {"zero_point": True, "q_group_size": -1, "w_bit": 4, "version": "GEMM"
     [
         (AUTOAWQ, ("awq", 4, 128, False, None)),
         ({**AUTOAWQ, "modules_to_not_convert": None}, ("awq", 4, 128, False, None)),
+        ({**AUTOAWQ, "zero_point": False}, ("awq", 4, 128, True, None)),
         ({**AUTOAWQ, "modules_to_not_convert": ["visual", "lm_head"]}, ("awq", 4, 128, False, None)),
         (GPTQMODEL, ("awq", 4, 64, True, "gptqmodel:7.5.0")),
         (OLD_AWQ, ("awq", 4, None, False, None)),
