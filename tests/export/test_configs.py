@@ -216,7 +216,12 @@ W3 = {"num_bits": 3, "symmetric": True, "strategy": None, "group_size": 64}
 
 
 def test_configs_of_llm_compressor_with_several_groups():
-    groups = [(["re:.*down_proj$", "model.layers.3.mlp.up_proj"], W8), (["Linear"], W4), (["re:.*layers.3.mlp"], W3)]
+    groups = [
+        (["re:.*down_proj$"], W8),
+        (["Linear"], W4),
+        (["re:.*layers.3.mlp"], W3),
+        (["model.layers.3.mlp.up_proj"], W8),
+    ]
     read = find_format("compressed-tensors").read_config
     declared = read(llm_compressor(groups), "here")
     assert (declared.bits, declared.group_size, declared.sym, declared.desc_act) == (4, 128, False, False)
