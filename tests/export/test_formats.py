@@ -269,3 +269,13 @@ def test_layers_that_contradict_their_config_are_named():
 def test_checks_name_shapes_with_the_class_that_leaves_them_in_floating_point():
     with pytest.raises(ShapeError, match=r"\(60, 96\) is its shape, and awq needs a multiple of 8 rows"):
         find_format("awq").check(LayerSpec.of(random_weight(4, 60, 96, 32)))
+
+
+def test_what_stands_outside_the_blocks_is_to_be_ignored(tmp_path):
+    """Readers would quantize every Linear, those of a vision tower as well."""
+    quantize(build("llava"), tmp_path / "out", method="rtn", format="compressed-tensors")
+    found = open_checkpoint(tmp_path / "out")
+    floats = {name.removesuffix(".weight") for name in found.other_names if found.tensor(name).ndim == 2}
+    towers = {name for name in floats if "vision" in name and name.endswith("_proj")}
+    assert len(towers) == 6 * 4
+    assert towers < floats <= {*found.quantization_config["ignore"]}
