@@ -21,7 +21,7 @@ _POOLING = "\n\nThe model returns hidden states of tokens; pool them as `1_Pooli
 
 _TRANSFORMERS = """
 
-With transformers (which needs `optimum` and `gptqmodel` for it):
+With transformers (which needs {packages} for it):
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,6 +29,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("path/to/this/directory")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")
 ```"""
+
+# What transformers needs to load a family of formats; those that are not here it does not load.
+_PACKAGES = {
+    "gptq": "`optimum` and `gptqmodel`",
+    "awq": "`gptqmodel`",
+    "compressed-tensors": "`compressed-tensors`",
+}
 
 _ASYMMETRIC = """
 
@@ -134,10 +141,11 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _loading(config: Mapping[str, Any], pipeline: str) -> str:
-    """Return how to load it; with transformers only where that was tried: language models in GPTQ's formats."""
+    """Return how to load it; with transformers only where that was tried: language models in formats that it knows."""
+    packages = _PACKAGES.get(_family(config))
     if pipeline == "sentence-similarity":
         return _LOADING + _POOLING
-    if pipeline != "text-generation" or _family(config) != "gptq":
+    if pipeline != "text-generation" or packages is None:
         return _LOADING
     asymmetric = config["format"] == "gptq" and not config["sym"]
-    return _LOADING + _TRANSFORMERS + _ASYMMETRIC * asymmetric
+    return _LOADING + _TRANSFORMERS.format(packages=packages) + _ASYMMETRIC * asymmetric

@@ -1,6 +1,7 @@
 """Checkpoint directories: opened without loading them, and given the files that readers look at.
 
-Reads what gptqkit, GPTQModel, AutoGPTQ and optimum write. Configs, headers and g_idx are checked; tensors stay on disk.
+Reads what gptqkit, GPTQModel, AutoGPTQ, AutoAWQ, optimum and llm-compressor write. Configs, headers and g_idx are
+checked; tensors stay on disk.
 """
 
 from __future__ import annotations

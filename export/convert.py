@@ -15,7 +15,7 @@ from ..hub import fetch
 from ..quantizer.config import QuantizeConfig
 from .checkpoint import REPORT, Checkpoint, check_written, matrices, open_checkpoint, write_report
 from .files import copy_beside
-from .formats import FORMATS, find_format
+from .formats import FORMATS, LayerSpec, find_format
 from .shards import MAX_SHARD_BYTES, join_files, read_json, same_bits, write_files, write_json
 from .staging import staged
 
@@ -57,18 +57,42 @@ def convert(
     checkpoint = open_checkpoint(source)
     if checkpoint.declared.format == format:
         raise ConversionError(f"{source} is {format} already; there is nothing to convert")
+    _check(checkpoint, format)
+    layers: dict[str, LayerSpec] = {}
     with staged(target, overwrite=overwrite) as directory:
         copy_beside(source, directory, leave=(".safetensors", ".safetensors.index.json"))
-        parts = write_files(directory / ".part", _tensors(checkpoint, format), min(shard_size, _PART_BYTES))
+        parts = write_files(directory / ".part", _tensors(checkpoint, format, layers), min(shard_size, _PART_BYTES))
         join_files(parts, directory, shard_size)
         for part in parts:
             part.unlink()
-        _write_json(checkpoint, directory, format)
+        _write_json(checkpoint, directory, format, layers)
         _verify(checkpoint, open_checkpoint(directory))
 
 
-def _tensors(checkpoint: Checkpoint, format: str) -> Iterator[tuple[str, Tensor]]:  # noqa: A002
-    """Yield all tensors in the order of the files, those of layers as `format` packs them."""
+def _check(checkpoint: Checkpoint, format: str) -> None:  # noqa: A002
+    """Raise ConversionError where shapes and settings alone show that the format cannot hold a layer."""
+    layout, declared = find_format(format), checkpoint.declared
+    for name in checkpoint.other_names:
+        if name.rpartition(".")[2] in layout.suffixes:
+            raise ConversionError(f"{name} belongs to no quantized layer, but {format} would take it for a part of one")
+    for name, spec in checkpoint.layers.items():
+        try:
+            layout.check(spec)
+        except (ConfigError, ShapeError) as error:
+            raise ConversionError(f"{name}: {error}") from error
+        if layout.uniform and (spec.bits, spec.group_size) != (declared.bits, declared.group_size or spec.in_features):
+            raise ConversionError(
+                f"{name} has {spec.bits} bits and groups of {spec.group_size}, and {format} knows one setting for all "
+                "modules; choose another format, or quantize again without overrides"
+            )
+
+
+def _tensors(
+    checkpoint: Checkpoint,
+    format: str,  # noqa: A002
+    layers: dict[str, LayerSpec],
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors in the order of the files, those of layers as `format` packs them; enter what these are."""
     packed: set[str] = set()
     others = set(checkpoint.other_names)
     for full_name in checkpoint.tensors.where:
@@ -77,14 +101,22 @@ def _tensors(checkpoint: Checkpoint, format: str) -> Iterator[tuple[str, Tensor]
             yield full_name, checkpoint.tensor(full_name)
         elif name not in packed:
             packed.add(name)
+            weight = checkpoint.weight(name)
+            layers[name] = LayerSpec.of(weight)
             try:
-                tensors = find_format(format).pack(checkpoint.weight(name))
-            except (ConversionError, ShapeError) as error:
+                find_format(format).check(layers[name])
+                tensors = find_format(format).pack(weight)
+            except (ConversionError, ConfigError, ShapeError) as error:
                 raise ConversionError(f"{name}: {error}") from error
             yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in tensors.items())
 
 
-def _write_json(checkpoint: Checkpoint, directory: Path, format: str) -> None:  # noqa: A002
+def _write_json(
+    checkpoint: Checkpoint,
+    directory: Path,
+    format: str,  # noqa: A002
+    layers: Mapping[str, LayerSpec],
+) -> None:
     """Let every config say what the new files are; what the source says beside that stays."""
     report = read_json(directory / REPORT) if (directory / REPORT).exists() else {}
     if report:
@@ -93,7 +125,7 @@ def _write_json(checkpoint: Checkpoint, directory: Path, format: str) -> None:  
             write_report(directory, report)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{REPORT} is damaged ({error!r}); delete it, it is not needed") from error
-    values = _quantization_config(checkpoint, report, format)
+    values = _quantization_config(checkpoint, report, format, layers)
     model_config = read_json(directory / "config.json")
     if isinstance(model_config.get("quantization_config"), dict):
         write_json(directory / "config.json", {**model_config, "quantization_config": values})
@@ -101,7 +133,12 @@ def _write_json(checkpoint: Checkpoint, directory: Path, format: str) -> None:  
         write_json(directory / "quantize_config.json", values)
 
 
-def _quantization_config(checkpoint: Checkpoint, report: Mapping[str, Any], format: str) -> dict[str, Any]:  # noqa: A002
+def _quantization_config(
+    checkpoint: Checkpoint,
+    report: Mapping[str, Any],
+    format: str,  # noqa: A002
+    layers: Mapping[str, LayerSpec],
+) -> dict[str, Any]:
     before, declared = checkpoint.quantization_config, checkpoint.declared
     meta = before["meta"] if isinstance(before.get("meta"), dict) else {}
     asked = meta.get("gptqkit") or report.get("config")  # of us; files of other programs only say what they are
@@ -111,7 +148,7 @@ def _quantization_config(checkpoint: Checkpoint, report: Mapping[str, Any], form
             config = QuantizeConfig.from_dict(asked)
     write, floats = find_format(format).write_config, matrices(checkpoint.other_names, checkpoint.tensors)
     values, old = (
-        write(dataclasses.replace(config, format=each), checkpoint.layers, floats) for each in (format, declared.format)
+        write(dataclasses.replace(config, format=each), layers, floats) for each in (format, declared.format)
     )
     if write == checkpoint.format.write_config:  # then what only the source says stays
         values.pop("meta", None)

@@ -87,7 +87,8 @@ class QuantizeConfig:
         lm_head: Quantize the output layer too, unless it is tied to the embedding.
         overrides: Settings for single modules by regular expression, matched with `re.search` against the module's full
             name; the first match counts. Each is a `ModuleOverride` or a dictionary of its fields.
-        format: Checkpoint format; "gptq" is version 1, which has no zero point 0.
+        format: Checkpoint format; "gptq" is version 1, which has no zero point 0. "awq" and "marlin" hold 4 bits, and
+            no act-order without `static_groups`.
 
     Raises:
         ConfigError: A value or a combination that cannot be.

@@ -96,8 +96,9 @@ def assemble(
     directory.mkdir()
     rest = ((name, tensor) for name, tensor in model.others(None, ()) if name.removesuffix(".weight") not in specs)
     parts = [folder / file for record in records for file in record["digests"]]
-    join_files([*parts, *write_files(folder / "outside", rest, max_shard_bytes)], directory, max_shard_bytes)
-    floats = [name for record in records for name in record["matrices"]]
+    outside = Shards.of_files(write_files(folder / "outside", rest, max_shard_bytes))
+    join_files([*parts, *outside.files], directory, max_shard_bytes)
+    floats = [*(name for record in records for name in record["matrices"]), *matrices(outside.where, outside)]
     quantization = find_format(config.format).write_config(config, specs, floats)
     if model.passthrough:
         quantization.setdefault("meta", {})["passthrough_tensors"] = model.passthrough

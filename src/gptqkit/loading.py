@@ -58,8 +58,8 @@ def load(
     writes the checkpoint again, codes and scales to the bit, or refuses.
 
     Args:
-        path: A directory that gptqkit, GPTQModel, AutoGPTQ or optimum wrote, in one of `FORMATS`; or the id of such a
-            model on the Hub, which is fetched into the Hub's cache.
+        path: A directory in one of `FORMATS`, which gptqkit, GPTQModel, AutoGPTQ, AutoAWQ, optimum or llm-compressor
+            wrote; or the id of such a model on the Hub, which is fetched into the Hub's cache.
         device: "auto" takes the first NVIDIA GPU if there is one, else the CPU.
         backend: "auto" or one of `BACKENDS`. With "auto", a GPU runs the bundled CUDA kernels; where they cannot serve
             a layer, torch does, and the logger warns and says why.

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .errors import ArchitectureError, ConfigError
+from .errors import ArchitectureError, ConfigError, ShapeError
 from .experts import Expert, is_split
-from .export.formats import find_format
+from .export.formats import LayerSpec, find_format
 from .export.shards import some
 from .quantizer.config import QuantizeConfig
 
@@ -128,7 +128,7 @@ def find_targets(
     do routers and what the overrides skip, which are not named.
 
     Raises:
-        ConfigError: A module whose shape the settings do not fit, or an override that matches none.
+        ConfigError: Settings that the format cannot hold, or an override that matches none.
         ArchitectureError: The overrides leave nothing to quantize.
     """
     names = [name for name, module in model.named_modules() if is_matrix(module)]
@@ -152,8 +152,8 @@ def find_targets(
                 left[name] = "it computes something else than a Linear does"
                 continue
             try:
-                chosen.append(_target(name, inner, module, settings, block))
-            except ConfigError as error:
+                chosen.append(_target(name, inner, module, settings, block, config))
+            except ShapeError as error:
                 left[name] = str(error)
         targets.append(chosen)
     if not any(targets) and find_head(model, config) is None:
@@ -162,11 +162,31 @@ def find_targets(
     return targets, left
 
 
-def _target(name: str, inner: str, module: nn.Module, config: QuantizeConfig, block: nn.Module | None) -> Target:
+def _target(
+    name: str, inner: str, module: nn.Module, config: QuantizeConfig, block: nn.Module | None, common: QuantizeConfig
+) -> Target:
+    """Return a Linear as a target; ShapeError where the format cannot hold its shape, ConfigError for the settings."""
     rows, columns = matrix(module).shape
-    find_format(config.format).check((rows, columns), config.bits)
-    if config.group_size is not None:
-        config = dataclasses.replace(config, group_size=fitting_group(columns, config.group_size))
+    layout, asked = find_format(config.format), config.group_size
+    if asked is not None:
+        config = dataclasses.replace(config, group_size=fitting_group(columns, asked))
+    size = config.group_size or columns
+    spec = LayerSpec(
+        in_features=columns,
+        out_features=rows,
+        bits=config.bits,
+        group_size=size,
+        sym=config.sym,
+        act_order=config.desc_act and not config.static_groups and size < columns,
+    )
+    try:
+        if layout.uniform and (config.bits, asked) != (common.bits, common.group_size):
+            raise ConfigError(f"{config.format} knows one setting for all modules; skip it or take another format")
+        layout.check(spec)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    if layout.uniform and config.group_size != asked:
+        raise ShapeError(f"{columns} columns are no whole groups of {asked}, the one size that {config.format} knows")
     owner = inner.rpartition(".")[0]
     if block is not None and isinstance(block.get_submodule(owner), Expert):
         experts, _, number = owner.rpartition(".")
@@ -247,8 +267,8 @@ def find_head(model: PreTrainedModel, config: QuantizeConfig) -> Target | None:
         )
     settings = config.for_module(name)
     try:
-        return None if settings is None else _target(name, "", head, settings, None)
-    except ConfigError as error:
+        return None if settings is None else _target(name, "", head, settings, None, config)
+    except (ConfigError, ShapeError) as error:
         raise ConfigError(f"lm_head=True, but {name} cannot be packed: {error}; leave lm_head out") from error
 
 

@@ -49,6 +49,14 @@ def test_whole_card():
     assert errors.endswith("Worse than plain rounding: `model.layers.0.down_proj`.")
 
 
+def test_what_transformers_needs_for_other_formats():
+    for name, packages in (("awq", "`gptqmodel`"), ("compressed-tensors", "`compressed-tensors`")):
+        card = model_card({"config": {**CONFIG, "format": name}})
+        assert f"which needs {packages} for it" in card
+        assert f"- {name}\n" in card
+    assert "AutoModel" not in model_card({"config": {**CONFIG, "format": "marlin"}})
+
+
 def test_what_is_not_known_is_left_out():
     card = model_card({"model": "local-model", "config": {**CONFIG, "sym": True}})
     assert not any(text in card for text in ("base_model", "## Perplexity", "## Errors", "None", "asymmetric"))
