@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from .calibration.config import Calibration
+from .calibration.halves import has_two_stacks
 from .errors import DoesNotFitError
 from .evaluating import check_length, default_length
 from .export.shards import JOINED_BYTES
@@ -155,16 +156,18 @@ def estimate(
         processes: How many share the samples, and on this machine the RAM.
     """
     model, stored, on_cpu = empty.model, empty.model.dtype, device.type == "cpu"
-    prefix, blocks = find_blocks(model)
-    (targets, _), head = find_targets(model, prefix, blocks, config), find_head(model, config)
+    named = {path: block for stack in find_blocks(model) for path, block in stack.items()}
+    blocks = nn.ModuleList(named.values())
+    (targets, _), head = find_targets(model, named, config), find_head(model, config)
     parts = [*targets, [head] if head else []]
     every = [target for part in parts for target in part]
     dtype = torch.float32 if on_cpu else stored
     paired = "cross" in find_method(config.method).needs
     samples, length = shape or PROBE.input_ids.shape
+    longest = length // 2 + 1 if has_two_stacks(model) else length  # of what goes through one stack
     batch = min(run.batch_size or LARGEST_BATCH, samples)
-    hidden = model.config.get_text_config().hidden_size * dtype.itemsize * length
-    states = -(-samples // processes) * hidden * (1 + paired)
+    width = model.config.get_text_config().hidden_size * dtype.itemsize
+    states = -(-samples // processes) * width * length * (1 + paired)
 
     source = _bytes(model, stored)
     output = source + sum(_packed_bytes(target) - _weights(target) * stored.itemsize for target in every)
@@ -172,7 +175,7 @@ def estimate(
     statistics = max(_statistics_bytes(part, paired) for part in parts) if shape else 0
     # Of the samples of a batch: what a block holds at its widest, and their hidden states before and after it.
     widest = max((sum(target.shape) for part in targets for target in part), default=0)
-    forward = round(batch * (2 * hidden + 2.5 * widest * dtype.itemsize * length))
+    forward = round(batch * longest * (2 * width + 2.5 * widest * dtype.itemsize))
     solver = max(_solver_bytes(target, paired, calibrated=shape is not None) for target in every)
     work = {
         "one block": block * (1 + paired),

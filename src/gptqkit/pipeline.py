@@ -16,13 +16,14 @@ from torch import nn
 
 from .assembly import open_part, stored_module, write_part
 from .calibration.batches import Batches
+from .calibration.halves import parts_of
 from .calibration.samples import Samples
 from .calibration.statistics import InputStatistics
 from .distributed import Processes
 from .errors import ConfigError
 from .identity import versions
 from .job import Job
-from .model import FloatModel, part_of
+from .model import FloatModel
 from .progress import Progress, ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
 from .quantizer.methods import find_method
@@ -67,14 +68,16 @@ class Pipeline:
         self.model, self.config, self.job, self.processes, self.place = model, config, job, processes, run.activations
         # On a CPU blocks run in float32, on a GPU in the model's own dtype; solvers work in float32, or float64.
         self.device, self.dtype = processes.device, torch.float32 if processes.device.type == "cpu" else model.dtype
-        self.targets, self.left = find_targets(model.model, model.prefix, model.blocks, config)
+        blocks = dict(zip(model.paths, model.blocks, strict=True))
+        self.targets, self.left = find_targets(model.model, blocks, config)
         self.head = find_head(model.model, config)
         self._strict, self._told = run.strict, set[str]()
         self._tell(misfits(self.targets, self.left, config))
         self.calibrated = samples is not None
         self.paired = self.calibrated and "cross" in find_method(config.method).needs
         samples, size = samples or PROBE, run.batch_size or LARGEST_BATCH
-        self.batches = Batches(samples, processes.share(len(samples.input_ids), size), size, self.device)
+        mine = processes.share(len(samples.input_ids), size)
+        self.batches = Batches(samples, parts_of(samples, model.model), mine, size, self.device)
         if job.records:
             self.batches.counts[job.records[-1]["excluded"]] = False
             self.batches.size = job.records[-1]["batch_size"]
@@ -98,6 +101,7 @@ class Pipeline:
         streams = Streams(self.model, self.batches, self.processes, paired=self.paired, skip=self.config.skip_nonfinite)
         with self.model.outside(self.device, self.dtype):
             for layer in range(streams.begin(self.job, self.dtype, self.place), layers):
+                streams.enter(layer)
                 with self.model.block(layer, self.device, self.dtype):
                     self._quantize_block(layer, streams, finished=layer < finished)
             if self.head is not None:
@@ -137,7 +141,7 @@ class Pipeline:
         else:
             self._commit(layer, *self._solve_block(layer, streams, twin), streams)
         if layer + 1 < len(self.model.blocks) or self.head is not None:
-            streams.advance(layer, twin, self.job)
+            streams.advance(layer, twin)
             self.job.save_states(layer + 1, streams.caches)
 
     def _solve_block(
@@ -238,7 +242,7 @@ class Pipeline:
     ) -> None:
         """Write what was solved, run what was written, and let it count."""
         progress = streams.progress()
-        progress["left"] = {name: why for name, why in self.left.items() if part_of(name, self.model.prefix) == layer}
+        progress["left"] = {name: why for name, why in self.left.items() if self.model.part_of(name) == layer}
         with self.processes.together():
             if self.processes.rank == 0:
                 part = write_part(self.job.stem(layer), self.model, layer, solved, self.config)
