@@ -25,7 +25,7 @@ def has_two_stacks(model: Any) -> bool:
 def vocabulary(model: Any) -> int:
     """Return how many token ids all stacks of `model` know."""
     stacks = [model, model.get_decoder()] if has_two_stacks(model) else [model]
-    return min(len(stack.get_input_embeddings().weight) for stack in stacks)
+    return min(len(stack.get_input_embeddings().weight) for stack in stacks if hasattr(stack, "get_input_embeddings"))
 
 
 def parts_of(samples: Samples, model: Any) -> list[Samples]:

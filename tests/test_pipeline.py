@@ -226,7 +226,7 @@ REFUSED = [
     (ArchitectureError, "T5ForConditionalGeneration is an encoder-decoder", {"model": ENCODER_DECODER}),
     (ConfigError, r"'donw_proj' matches no Linear .* example model.layers.0.self_attn.q_proj", {"overrides": MISSPELT}),
     (ArchitectureError, "no module is left to quantize: the overrides skip them all", {"overrides": {"": SKIP}}),
-    (ConfigError, "lm_head shares its weight with the input embedding", {"lm_head": True}),
+    (ConfigError, "lm_head shares its weight with an input embedding", {"lm_head": True}),
     (ConfigError, r"2 Linears take smaller groups.*0\.mlp\.down_proj \(32 of 96\)", {"group_size": 64, "run": STRICT}),
     (
         ConfigError,

@@ -150,7 +150,7 @@ def label_every(blocks: Sequence[int], letter: float, side: float) -> int:
 def _pattern(name: str) -> str:
     """Return the name of a module without the numbers of its block, which is the first one, and of its expert."""
     name = re.sub(r"\.\d+\.", ".*.", f".{name}", count=1)
-    return re.sub(r"(experts)\.\d+\.", r"\1.*.", name)
+    return re.sub(r"(experts)\.(?:expert_)?\d+\.", r"\1.*.", name)
 
 
 def _write(pixels: list[bytearray], x: int, y: int, text: str) -> None:

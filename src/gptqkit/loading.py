@@ -96,6 +96,7 @@ def ready(empty: EmptyModel, checkpoint: Checkpoint, device: torch.device) -> An
         CheckpointError: Weights are missing.
     """
     model: Any = empty.model
+    empty.make([name for name, parameter in model.named_parameters() if parameter.is_meta], device)
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if missing:
         raise CheckpointError(

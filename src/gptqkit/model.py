@@ -105,6 +105,27 @@ class EmptyModel:
             _check_finite(name, own)
             _set(self.model, str(place), own)
 
+    def make(self, names: Iterable[str], device: torch.device, dtype: torch.dtype | None = None) -> None:
+        """Fill in what files may lack, and what is the same in every new model, such as Marian's sinusoids."""
+        ignored = "|".join(self.stacked._keys_to_ignore_on_load_missing or ())
+        for name in [name for name in names if ignored and re.search(ignored, name)]:
+            first, second = self._initialized(name), self._initialized(name)
+            if torch.equal(first, second):
+                _set(self.model, name, _parameter(first, device, dtype))
+
+    def _initialized(self, name: str) -> Tensor:
+        """Return what transformers makes of a parameter in a new model; NaN where it makes nothing of it."""
+        path, _, key = name.rpartition(".")
+        owner: Any = self.model.get_submodule(path)
+        for other in owner.parameters(recurse=False):
+            other._is_hf_initialized = True
+        empty, owner._is_hf_initialized = owner._parameters[key], False
+        owner._parameters[key] = _parameter(torch.full(empty.shape, torch.nan), torch.device("cpu"), empty.dtype)
+        self.model.initialize_weights()
+        made: Tensor = owner._parameters[key].detach()
+        owner._parameters[key] = empty
+        return made
+
     def check(self, tensors: Shards, names: StoredNames, chosen: Iterable[str]) -> None:
         """Raise CheckpointError where stored tensors do not fit the model; none of them is read."""
         stacked, working = self.stacked.state_dict(), self.model.state_dict()
@@ -192,8 +213,9 @@ class FloatModel:
         self._tensors: Shards = FloatShards(stored, self.dtype, self._tile())
         self.names = StoredNames(self.empty.stacked, self.empty.names, self._tensors.where)
         self.passthrough = [name for name in self._tensors.where if not self.names.parameters(name)]
-        stored_ones = {name for stored in self._tensors.where for name in self.names.parameters(stored)}
-        missing = set(self.empty.stacked.state_dict()) - stored_ones - self._made_elsewhere()
+        held = {name for stored in self._tensors.where for name in self.names.parameters(stored)}
+        self._absent = [name for name, _ in self.empty.stacked.named_parameters() if name not in held | self._tied()]
+        missing = set(self.empty.stacked.state_dict()) - held - self._made_elsewhere()
         if missing:
             raise CheckpointError(f"{path_or_id} lacks {some(sorted(missing))}; fetch its files again")
         self._check_more_blocks()
@@ -210,13 +232,16 @@ class FloatModel:
         paths = (".".join(parts[:end]) for end in range(1, len(parts)))
         return next((self._numbers[path] for path in paths if path in self._numbers), None)
 
-    def outside(self, device: torch.device, dtype: torch.dtype) -> Any:
+    @contextmanager
+    def outside(self, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
         """Bring everything but the blocks, and but the output layer where that has weights of its own, for a while."""
         head = self._own_head()
         for name in self._chosen(head.__contains__):  # if it is only copied, nobody else looks at it
             _check_finite(name, self._tensors.get(name))
         chosen = self._chosen(lambda name: self.part_of(name) is None and name not in head)
-        return self._resident(self.model, chosen, device, dtype)
+        with self._resident(self.model, chosen, device, dtype):
+            self.empty.make(self._absent, device, dtype)
+            yield
 
     def block(self, layer: int, device: torch.device, dtype: torch.dtype) -> Any:
         """Bring the weights of one block for a while."""
@@ -324,14 +349,14 @@ class FloatModel:
     def _made_elsewhere(self) -> set[str]:
         """Return the names in the model that need not be in the files."""
         model = self.empty.stacked
-        tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
-        buffers = {name for name, _ in model.named_buffers()}
+        others = self._tied() | {name for name, _ in model.named_buffers()}
         ignored = model._keys_to_ignore_on_load_missing or ()
-        return {
-            name
-            for name in model.state_dict()
-            if name in buffers or name in tied or name in tied.values() or any(re.search(key, name) for key in ignored)
-        }
+        return others | {name for name in model.state_dict() if any(re.search(key, name) for key in ignored)}
+
+    def _tied(self) -> set[str]:
+        """Return the names of parameters that are tied to others."""
+        tied: Mapping[str, str] = getattr(self.empty.stacked, "all_tied_weights_keys", {})
+        return {*tied, *tied.values()}
 
 
 def open_empty(path_or_id: str | Path, tensors: Shards | None = None, *, trust_remote_code: bool = False) -> EmptyModel:

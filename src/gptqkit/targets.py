@@ -225,14 +225,15 @@ def find_routers(block: nn.Module) -> set[nn.Module]:
 
 
 def _experts(module: nn.Module) -> int:
-    """Return the number of experts in `module`: split, stacked in any way, or a list of modules; else 0."""
+    """Return the number of experts in `module`: split, stacked in any way, or modules in a list or a dictionary."""
     if is_split(module):
         return sum(isinstance(child, Expert) for child in module.children())
     for parameter in module.parameters(recurse=False):
         if parameter.ndim == 3 and min(parameter.shape) > 1:  # not the weight of a convolution by channel
             return parameter.shape[0]
-    if isinstance(module, nn.ModuleList) and all(any(map(is_matrix, expert.modules())) for expert in module):
-        return len(module)
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        experts = sum(any(map(is_matrix, child.modules())) for child in module.children())
+        return experts if isinstance(module, nn.ModuleDict) or experts == len(module) else 0  # a dropout beside them
     return 0
 
 
@@ -246,7 +247,7 @@ def find_head(model: PreTrainedModel, config: QuantizeConfig) -> Target | None:
         raise ConfigError(f"lm_head=True, but {type(model).__name__} has no linear output layer; leave it out")
     if is_tied(model):
         raise ConfigError(
-            f"lm_head=True, but {name} shares its weight with the input embedding, which must stay in floating point; "
+            f"lm_head=True, but {name} shares its weight with an input embedding, which must stay in floating point; "
             "leave lm_head out"
         )
     settings = config.for_module(name)
@@ -263,6 +264,7 @@ def output_layer(model: PreTrainedModel) -> nn.Module | None:
 
 
 def is_tied(model: PreTrainedModel) -> bool:
-    """Whether the output layer shares its weight with the input embedding."""
+    """Whether the output layer shares its weight with an embedding of tokens."""
     output = output_layer(model)
-    return output is not None and output.weight is model.get_input_embeddings().weight
+    embeddings = [model.get_input_embeddings(), *(each for each in model.modules() if isinstance(each, nn.Embedding))]
+    return output is not None and any(output.weight is each.weight for each in embeddings)
