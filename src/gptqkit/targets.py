@@ -80,7 +80,9 @@ def find_blocks(model: PreTrainedModel) -> list[dict[str, nn.Module]]:
     """
     _check_kind(model)
     if has_two_stacks(model):
-        found = [_largest_list(model, part) for part in (model.get_encoder(), model.get_decoder())]
+        encoder = model.get_encoder()
+        text = encoder.get_decoder() if isinstance(encoder, PreTrainedModel) else encoder  # that of a composite one
+        found = [_largest_list(model, part) for part in (text, model.get_decoder())]
     else:
         found = [_largest_list(model, model.get_decoder()) or _largest_list(model, model)]
     if None in found or len({name for name, _ in filter(None, found)}) < len(found):
