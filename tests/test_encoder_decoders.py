@@ -1,0 +1,201 @@
+"""Encoder-decoders: both stacks quantized, against whole forward passes of transformers."""
+
+import re
+
+import pytest
+import torch
+import transformers
+
+import gptqkit
+from gptqkit import job
+from gptqkit.errors import ArchitectureError, ConfigError
+from gptqkit.job import work_path
+from support.jobs import contents, die, processes
+from support.models import build, samples, save
+from support.pipeline import assert_close, dequantized, quantize, share_that_differs, weights
+from support.solvers import solve_gptaq
+
+START = {"t5": 0, "bart": 0, "t5gemma": 2}  # what the decoder begins with
+CASES = {  # settings, padded
+    "t5": ({"method": "gptaq", "desc_act": True, "bits": 3}, True),
+    "bart": ({"method": "gptq", "format": "gptq", "sym": True, "lm_head": False}, False),
+    "t5gemma": ({"method": "gptaq", "true_sequential": False}, False),
+}
+
+
+def halves(name, tokens):
+    """Sample by sample what the model gets: the first half of the text without padding, and the rest behind a start."""
+    masks = tokens.input_ids > -1 if tokens.attention_mask is None else tokens.attention_mask
+    for ids, mask in zip(tokens.input_ids, masks, strict=True):
+        text = ids[mask].tolist()
+        cut = max(1, len(text) // 2)
+        decoder = torch.tensor([[START[name], *text[cut:]]])
+        yield {"input_ids": torch.tensor([text[:cut]]), "decoder_input_ids": decoder}
+
+
+@torch.no_grad()
+def inputs_of(model, names, name, tokens):
+    """What modules receive, (rows, in), as the samples go one by one and whole through the model."""
+    seen = {each: [] for each in names}
+    hooks = [
+        model.get_submodule(each).register_forward_pre_hook(lambda _, given, rows=rows: rows.append(given[0][0]))
+        for each, rows in seen.items()
+    ]
+    for sample in halves(name, tokens):
+        model(**sample, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return {each: torch.cat(rows).double() for each, rows in seen.items()}
+
+
+@torch.no_grad()
+def logits(model, name, tokens):
+    return torch.cat([model(**sample, use_cache=False).logits[0] for sample in halves(name, tokens)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_from_disk_to_an_evaluated_checkpoint(name, tmp_path):
+    settings, padded = CASES[name]
+    tokens = samples(padded=padded)
+    source = save(build(name), tmp_path / "model")
+    report = quantize(tmp_path / "model", tmp_path / "out", tokens, **settings).report
+    matrices = {
+        key.removesuffix(".weight")
+        for key, tensor in source.items()
+        if tensor.ndim == 2 and re.search(r"coder\.(block|layers)\.", key) and "relative_attention_bias" not in key
+    }
+    assert {module.name for module in report.modules} == set(weights(tmp_path / "out")) == matrices
+    assert report.quantized_weights <= report.block_weights
+    errors, rounded = (sum(getattr(module, key) for module in report.modules) for key in ("error", "rounding_error"))
+    assert errors < rounded
+
+    theirs = dequantized(tmp_path / "out", tmp_path / "model", tmp_path / "dense")
+    prompt = samples(2, 9).input_ids
+    for backend in ("torch", "cpu"):
+        loaded, _ = gptqkit.load(tmp_path / "out", device="cpu", backend=backend)
+        assert type(loaded) is type(theirs)
+        assert_close(logits(loaded, name, tokens), logits(theirs, name, tokens))
+    entered = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    expected = theirs.generate(prompt, max_new_tokens=6, do_sample=False)
+    for model in (loaded, entered):
+        assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), expected)
+
+    ids, how = samples(4, 31).input_ids, gptqkit.Evaluation(sequence_length=31, device="cpu", dtype="float32")
+    scores = gptqkit.evaluate(tmp_path / "out", ids, how, reference=tmp_path / "model")
+    assert (scores.windows, scores.tokens) == (4, 4 * 16)
+    for model, found in ((theirs, scores.perplexity), (build(name), scores.reference_perplexity)):
+        with torch.no_grad():  # the loss that the model is trained with
+            loss = model(input_ids=ids[:, :15], labels=ids[:, 15:].contiguous()).loss
+        assert found == pytest.approx(float(loss.exp()), rel=1e-4)
+    assert scores.kl_divergence > 0
+
+
+ATTENTION = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.out_proj"]]
+CROSS = [["encoder_attn.q_proj"], ["encoder_attn.k_proj", "encoder_attn.v_proj"], ["encoder_attn.out_proj"]]
+ORDERS = {  # of the Linears of an encoder's block, and of a decoder's; those of one list receive the same
+    "t5": (
+        [
+            ["layer.0.SelfAttention.q", "layer.0.SelfAttention.k", "layer.0.SelfAttention.v"],
+            ["layer.0.SelfAttention.o"],
+            ["layer.1.DenseReluDense.wi"],
+            ["layer.1.DenseReluDense.wo"],
+        ],
+        [
+            ["layer.0.SelfAttention.q", "layer.0.SelfAttention.k", "layer.0.SelfAttention.v"],
+            ["layer.0.SelfAttention.o"],
+            ["layer.1.EncDecAttention.q"],
+            ["layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v"],
+            ["layer.1.EncDecAttention.o"],
+            ["layer.2.DenseReluDense.wi"],
+            ["layer.2.DenseReluDense.wo"],
+        ],
+    ),
+    "bart": ([*ATTENTION, ["fc1"], ["fc2"]], [*ATTENTION, *CROSS, ["fc1"], ["fc2"]]),
+}
+LISTS = {"t5": ("encoder.block", "decoder.block"), "bart": ("model.encoder.layers", "model.decoder.layers")}
+
+
+@pytest.mark.parametrize(("name", "method", "padded"), [("t5", "gptaq", True), ("bart", "gptaq", False)])
+def test_every_module_is_solved_on_what_it_receives_in_the_quantized_model(name, method, padded, tmp_path):
+    """Keys and values of a decoder's attention to the encoder among them, and position biases of T5's first blocks."""
+    tokens, model, quantized = samples(padded=padded), build(name), build(name)
+    config = gptqkit.QuantizeConfig(group_size=32, sym=False, method=method)
+    report = quantize(model, tmp_path / "out", tokens, method=method).report
+    found = {module.name: module for module in report.modules}
+    solved = weights(tmp_path / "out")
+    stages = [
+        [f"{path}.{number}.{inner}" for inner in names]
+        for path, order in zip(LISTS[name], ORDERS[name], strict=True)
+        for number in range(len(model.get_submodule(path)))
+        for names in order
+    ]
+    assert list(found) == [each for stage in stages for each in stage]
+    encoded, written = (
+        sum(one[key].numel() for one in halves(name, tokens)) for key in ("input_ids", "decoder_input_ids")
+    )
+    floats = inputs_of(model, list(found), name, tokens)
+    for stage in stages:
+        x = inputs_of(quantized, stage, name, tokens)
+        for each in stage:
+            from_encoder = ".encoder." in f".{each}" or re.search(r"(EncDecAttention|encoder_attn)\.[kv]", each)
+            assert found[each].tokens == len(x[each]) == (encoded if from_encoder else written)
+            weight = model.get_submodule(each).weight.detach()
+            hessian = x[each].T @ x[each] / len(x[each])
+            cross = (floats[each] - x[each]).T @ x[each] / len(x[each])
+            expected = solve_gptaq(weight, hessian.float(), cross.float(), config).weight
+            assert share_that_differs(expected, solved[each]) < 0.02
+            lost = x[each] @ (weight - solved[each].dequantize()).T.double()
+            error = float(lost.norm() / (x[each] @ weight.T.double()).norm())
+            assert found[each].error == pytest.approx(error, rel=1e-3)
+        for each in stage:
+            quantized.get_submodule(each).weight.data = solved[each].dequantize()
+
+
+def killed(model, out, place, seconds, step):
+    """Do a job in a process that dies when so many modules are done."""
+    job.SAVE_SECONDS = seconds
+    run = {"activations": place, "resume": True}
+    quantize(model, out, method="gptaq", run=run, progress=lambda now: now.done == step and die())
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("place", "seconds"), [("disk", 0), *(pytest.param("memory", n, marks=pytest.mark.slow) for n in (0, 3600))]
+)
+def test_a_job_killed_in_either_stack_ends_in_the_same_files(place, seconds, tmp_path):
+    """T5 has 6 Linears in each of two encoder blocks, and 10 in each of the decoder's: killed in all but the first."""
+    model, out, steps = tmp_path / "model", tmp_path / "out", []
+    save(build("t5"), model)
+    for step, finished in ((8, 1), (14, 2), (25, 3)):
+        [ended] = processes(killed, model, out, place, seconds, step, log=tmp_path / "log")
+        assert ended.code == -9, ended.text
+        assert len(list(work_path(out).glob("block-*.json"))) == finished
+    run = {"activations": place, "resume": True}
+    quantize(model, out, method="gptaq", run=run, progress=lambda now: steps.append(now.done))
+    assert steps == list(range(23, 33))
+    assert not work_path(out).exists()
+    assert contents(out) == contents(quantize(model, tmp_path / "whole", method="gptaq").path)
+
+
+def test_what_does_not_turn_text_into_text_is_refused(tmp_path):
+    sizes = {"d_model": 64, "vocab_size": 96, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 0}
+    sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    whisper = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**sizes, **tokens))
+    ids, worked = samples(2, 16).input_ids, []
+    with pytest.raises(ArchitectureError, match="whose encoder takes input_features, no token ids"):
+        gptqkit.quantize(whisper, ids, tmp_path / "out", progress=worked.append)
+    without_start = build("t5")
+    without_start.generation_config.decoder_start_token_id = without_start.config.decoder_start_token_id = None
+    with pytest.raises(ArchitectureError, match="does not say with which token its decoder begins"):
+        gptqkit.quantize(without_start, ids, tmp_path / "out", progress=worked.append)
+    with pytest.raises(ConfigError, match="sequence_length is 127, but the model has 126 positions in its two stacks"):
+        gptqkit.quantize(build("bart"), ids.new_ones(1, 127), tmp_path / "out", progress=worked.append)
+    base = transformers.T5Model(build("t5").config)
+    for model in (whisper, base):
+        with pytest.raises(ConfigError, match="does not turn text into text, so it has no perplexity"):
+            gptqkit.evaluate(model, ids.flatten(), gptqkit.Evaluation(sequence_length=16), reference=build("t5"))
+    with pytest.raises(ConfigError, match="does not turn text into text"):
+        gptqkit.quantize(base, ids, tmp_path / "out", evaluate_on=ids.flatten(), progress=worked.append)
+    assert not worked
+    assert not list(tmp_path.iterdir())
