@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -110,19 +110,24 @@ def head_input(
 ) -> Tensor:
     """Return what the output layer receives, (samples, length, width), after blocks that do what `before` says."""
     with _forwards_replaced(blocks, before):
-        return capture_inputs({"head": head}, lambda: model(**batch, **_without_cache(model)))["head"]
+        return capture_inputs({"head": head}, lambda: model(**batch, **_without_cache(model)))["head"][0]
 
 
-def capture_inputs(modules: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, Tensor]:
-    """Return what each of `modules` receives first while `run` runs; the run ends as soon as all have been called.
+def capture_inputs(
+    modules: Mapping[str, nn.Module], run: Callable[[], object], again: Collection[str] = ()
+) -> dict[str, list[Tensor]]:
+    """Return what each of `modules` receives while `run` runs: those in `again` in all calls, others in the first.
 
-    Modules that are not called are missing in the result.
+    The run ends as soon as all have been called, if none is in `again`. Modules that are not called are missing in the
+    result.
     """
-    seen: dict[str, Tensor] = {}
+    seen: dict[str, list[Tensor]] = {}
+    ends = modules.keys().isdisjoint(again)
 
     def record(name: str, _: nn.Module, arguments: tuple[Any, ...], __: Any) -> None:
-        seen.setdefault(name, arguments[0])
-        if len(seen) == len(modules):
+        if name not in seen or name in again:
+            seen.setdefault(name, []).append(arguments[0])
+        if ends and len(seen) == len(modules):
             raise _Reached
 
     with _watched(modules, record), suppress(_Reached):
@@ -130,25 +135,27 @@ def capture_inputs(modules: Mapping[str, nn.Module], run: Callable[[], object]) 
     return seen
 
 
-def trace_inputs(modules: Mapping[str, nn.Module], run: Callable[[], object]) -> list[tuple[list[str], Tensor]]:
-    """Return the names of `modules` in the order of their first calls in `run`, those that receive one tensor together.
+def trace_inputs(modules: Mapping[str, nn.Module], run: Callable[[], object]) -> list[tuple[list[str], list[Tensor]]]:
+    """Return the names of `modules` in the order of their first calls in `run`, those that receive the same together.
 
-    Each group comes with the tensor.
+    Each group comes with the tensors: several where modules are called several times.
     """
     # Tensors are kept alive meanwhile, so an equal place in memory and version mean the same numbers.
-    found: dict[tuple[Any, ...], tuple[list[str], Tensor]] = {}
-    called: set[str] = set()
+    kept: dict[tuple[Any, ...], Tensor] = {}
+    places: dict[str, list[tuple[Any, ...]]] = {}
 
     def record(name: str, _: nn.Module, arguments: tuple[Any, ...], __: Any) -> None:
         received: Tensor = arguments[0]
-        if name not in called:
-            place = received.data_ptr(), received.shape, received.stride(), received._version
-            found.setdefault(place, ([], received))[0].append(name)
-            called.add(name)
+        place = received.data_ptr(), received.shape, received.stride(), received._version
+        kept.setdefault(place, received)
+        places.setdefault(name, []).append(place)
 
     with _watched(modules, record):
         run()
-    return list(found.values())
+    found: dict[tuple[tuple[Any, ...], ...], list[str]] = {}
+    for name, its in places.items():
+        found.setdefault(tuple(its), []).append(name)
+    return [(names, [kept[place] for place in its]) for its, names in found.items()]
 
 
 @contextmanager

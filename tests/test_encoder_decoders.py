@@ -15,7 +15,7 @@ from support.models import build, samples, save
 from support.pipeline import assert_close, dequantized, quantize, share_that_differs, weights
 from support.solvers import solve_gptaq
 
-START = {"t5": 0, "bart": 0, "t5gemma": 2}  # what the decoder begins with
+START = {"t5": 0, "bart": 0, "t5gemma": 2, "t5gemma2": 2}  # what the decoder begins with
 CASES = {  # settings, padded
     "t5": ({"method": "gptaq", "desc_act": True, "bits": 3}, True),
     "bart": ({"method": "gptq", "format": "gptq", "sym": True, "lm_head": False}, False),
@@ -90,6 +90,7 @@ def test_from_disk_to_an_evaluated_checkpoint(name, tmp_path):
     assert scores.kl_divergence > 0
 
 
+MLP = [["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]
 ATTENTION = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.out_proj"]]
 CROSS = [["encoder_attn.q_proj"], ["encoder_attn.k_proj", "encoder_attn.v_proj"], ["encoder_attn.out_proj"]]
 ORDERS = {  # of the Linears of an encoder's block, and of a decoder's; those of one list receive the same
@@ -111,18 +112,28 @@ ORDERS = {  # of the Linears of an encoder's block, and of a decoder's; those of
         ],
     ),
     "bart": ([*ATTENTION, ["fc1"], ["fc2"]], [*ATTENTION, *CROSS, ["fc1"], ["fc2"]]),
+    "t5gemma2": (
+        [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"], *MLP],
+        [["self_attn.q_proj"], ["self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"], *MLP],
+    ),
 }
-LISTS = {"t5": ("encoder.block", "decoder.block"), "bart": ("model.encoder.layers", "model.decoder.layers")}
+LISTS = {
+    "t5": ("encoder.block", "decoder.block"),
+    "bart": ("model.encoder.layers", "model.decoder.layers"),
+    "t5gemma2": ("model.encoder.text_model.layers", "model.decoder.layers"),
+}
+FROM_ENCODER = re.compile(r"\.block.*EncDecAttention\.[kv]|encoder_attn\.[kv]_proj")
 
 
-@pytest.mark.parametrize(("name", "method", "padded"), [("t5", "gptaq", True), ("bart", "gptaq", False)])
-def test_every_module_is_solved_on_what_it_receives_in_the_quantized_model(name, method, padded, tmp_path):
+@pytest.mark.parametrize(("name", "padded"), [("t5", True), ("bart", False), ("t5gemma2", True)])
+def test_every_module_is_solved_on_what_it_receives_in_the_quantized_model(name, padded, tmp_path):
     """Keys and values of a decoder's attention to the encoder among them, and position biases of T5's first blocks."""
     tokens, model, quantized = samples(padded=padded), build(name), build(name)
-    config = gptqkit.QuantizeConfig(group_size=32, sym=False, method=method)
-    report = quantize(model, tmp_path / "out", tokens, method=method).report
+    config = gptqkit.QuantizeConfig(group_size=32, sym=False, method="gptaq")
+    report = quantize(model, tmp_path / "out", tokens, method="gptaq").report
     found = {module.name: module for module in report.modules}
-    solved = weights(tmp_path / "out")
+    stored = weights(tmp_path / "out")
+    solved = {each: stored[each.replace("text_model.", "")] for each in found}
     stages = [
         [f"{path}.{number}.{inner}" for inner in names]
         for path, order in zip(LISTS[name], ORDERS[name], strict=True)
@@ -137,8 +148,9 @@ def test_every_module_is_solved_on_what_it_receives_in_the_quantized_model(name,
     for stage in stages:
         x = inputs_of(quantized, stage, name, tokens)
         for each in stage:
-            from_encoder = ".encoder." in f".{each}" or re.search(r"(EncDecAttention|encoder_attn)\.[kv]", each)
-            assert found[each].tokens == len(x[each]) == (encoded if from_encoder else written)
+            both = name == "t5gemma2" and re.search(r"decoder.*\.[kv]_proj", each) is not None
+            of_encoder = ".encoder." in f".{each}" or FROM_ENCODER.search(each) is not None
+            assert found[each].tokens == len(x[each]) == encoded * (of_encoder or both) + written * (not of_encoder)
             weight = model.get_submodule(each).weight.detach()
             hessian = x[each].T @ x[each] / len(x[each])
             cross = (floats[each] - x[each]).T @ x[each] / len(x[each])

@@ -71,6 +71,7 @@ class Streams:
         self.model, self.batches, self.processes, self.paired, self.skip = model, batches, processes, paired, skip
         self.caches: dict[str, ActivationCache] = {}
         self._stacks: list[Stack] = []
+        self._again: set[str] = set()  # Linears that a block calls several times
 
     def begin(self, job: Job, dtype: torch.dtype, place: str) -> int:
         """Learn how all blocks are called, and take up what was saved last; return the block that comes next.
@@ -147,17 +148,20 @@ class Streams:
 
     def trace(self, layer: int, targets: list[Target]) -> list[Group]:
         """Find the order of the Linears of a block, and which of them share an input, by running one sample."""
-        found: list[tuple[list[str], bool]] = []
+        found: list[tuple[list[str], bool, bool]] = []
         if self.batches.mine and targets:  # processes without samples learn it from the others
             one = range(self.batches.mine.start, self.batches.mine.start + 1)
             block, hidden = self.model.blocks[layer], self._read("hidden", one, layer)
             modules = {target.inner: block.get_submodule(target.inner) for target in targets}
             traced = trace_inputs(modules, partial(self._run, self._call(one, layer), hidden, block))
-            whole = {hidden.shape[self._stack(layer).axis : -1].numel()}
-            counts = [received.shape[:-1].numel() for _, received in traced]
-            whole |= {count for count in counts if self.batches.stack_of(count, 1) is not None}
-            found = [(names, count not in whole) for (names, _), count in zip(traced, counts, strict=True)]
-        return group_subsets(targets, next(filter(None, self.processes.gather(found)), []))
+            tokens = hidden.shape[self._stack(layer).axis : -1].numel()
+            for names, received in traced:
+                counts = [each.shape[:-1].numel() for each in received]
+                part = any(count != tokens and self.batches.stack_of(count, 1) is None for count in counts)
+                found.append((names, part, len(counts) > 1))
+        found = next(filter(None, self.processes.gather(found)), [])
+        self._again = {name for names, _, several in found if several for name in names}
+        return group_subsets(targets, [(names, part) for names, part, _ in found])
 
     def collect(
         self,
@@ -189,11 +193,12 @@ class Streams:
                 into.setdefault(subset[0].inner, pools[group])
         for batch in self.batches:
             captured = self.batches.attempt(batch, self._capture, layer, [each for each, _ in leaders.values()], twin)
-            for name, (streams, tokens) in ({} if captured is None else captured).items():
+            for name, (calls, tokens) in ({} if captured is None else captured).items():
                 target, routed = leaders[name]
                 where = f"{target.name}, block {layer}"
-                rows = streams if into[name].paired else streams[:1]
-                into[name].update(*self.batches.counted(batch, rows, tokens, where, routed=routed, skip=self.skip))
+                for streams in calls:
+                    rows = streams if into[name].paired else streams[:1]
+                    into[name].update(*self.batches.counted(batch, rows, tokens, where, routed=routed, skip=self.skip))
         self._add_up(dict.fromkeys(into.values()), f"{measured[0].targets[0].name}, block {layer}")
         for group, subset in portion:
             if group in fresh:
@@ -233,13 +238,13 @@ class Streams:
 
     def _capture(
         self, batch: range, layer: int, leaders: Sequence[Target], twin: nn.Module | None
-    ) -> dict[str, tuple[list[Tensor], Tensor | None]]:
+    ) -> dict[str, tuple[list[tuple[Tensor, ...]], Tensor | None]]:
         """Return what each of `leaders` receives of a batch, in both models where there is a twin, and of which tokens.
 
-        In the float model tokens go to the experts that they go to in the quantized one.
+        Call by call. In the float model tokens go to the experts that they go to in the quantized one.
         """
         routes = None
-        seen: list[dict[str, Tensor]] = []
+        seen: list[dict[str, list[Tensor]]] = []
         for block, stream in ((self.model.blocks[layer], "hidden"), (twin, "float")):
             if block is None:
                 continue
@@ -247,15 +252,16 @@ class Streams:
             experts = {target.experts: block.get_submodule(target.experts) for target in leaders if target.experts}
             with routing(experts, impose=routes) as taken:
                 run = partial(self._call(batch, layer, stream), block, self._read(stream, batch, layer))
-                seen.append(capture_inputs(modules, run))
+                seen.append(capture_inputs(modules, run, self._again))
             routes = taken
-        captured: dict[str, tuple[list[Tensor], Tensor | None]] = {}
+        captured: dict[str, tuple[list[tuple[Tensor, ...]], Tensor | None]] = {}
         for target in leaders:
             none = torch.empty(0, target.shape[1], dtype=self._dtype, device=self.batches.device)
             tokens = None
             if routes and target.experts is not None and target.expert is not None:
                 tokens = routed_tokens(routes[target.experts][0], target.expert)[0]
-            captured[target.inner] = [each.get(target.inner, none) for each in seen], tokens
+            calls = zip(*(each.get(target.inner, [none]) for each in seen), strict=True)
+            captured[target.inner] = list(calls), tokens
         return captured
 
     def _head_inputs(self, batch: range) -> list[Tensor]:

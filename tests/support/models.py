@@ -71,17 +71,19 @@ MIXTURES = {
 }
 
 
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+
+
 def llava():
     return transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=6,
-            num_attention_heads=2,
-            image_size=16,
-            patch_size=8,
-            projection_dim=32,
-        ),
+        vision_config=transformers.CLIPVisionConfig(**VISION, projection_dim=32),
         text_config=transformers.LlamaConfig(**GROUPED),
         image_token_index=95,
     )
@@ -96,6 +98,14 @@ def t5gemma():
     common = {**without(GROUPED, "hidden_size"), "sliding_window": 8, "pad_token_id": 0, "bos_token_id": 2}
     encoder, decoder = (transformers.T5GemmaModuleConfig(**common, hidden_size=width) for width in (96, 64))
     return transformers.T5GemmaConfig(encoder=encoder, decoder=decoder, vocab_size=96)
+
+
+def t5gemma2():
+    """One attention for both: a decoder's keys and values are called with its own tokens, then with the encoder's."""
+    stack = {**GROUPED, "sliding_window": 8, "pad_token_id": 0, "bos_token_id": 2}
+    vision = {**VISION, "num_hidden_layers": 1}
+    encoder = transformers.T5Gemma2EncoderConfig(text_config=stack, vision_config=vision, mm_tokens_per_image=4)
+    return transformers.T5Gemma2Config(encoder=encoder, decoder=transformers.T5Gemma2DecoderConfig(**stack))
 
 
 TWO_STACKS = {
@@ -115,6 +125,7 @@ TWO_STACKS = {
         **START,
     ),
     "t5gemma": t5gemma,
+    "t5gemma2": t5gemma2,
 }
 CLASSES = {
     "llava": transformers.LlavaForConditionalGeneration,
@@ -122,6 +133,7 @@ CLASSES = {
     "t5": transformers.T5ForConditionalGeneration,
     "bart": transformers.BartForConditionalGeneration,
     "t5gemma": transformers.T5GemmaForConditionalGeneration,
+    "t5gemma2": transformers.T5Gemma2ForConditionalGeneration,
 }
 
 
