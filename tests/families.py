@@ -308,7 +308,8 @@ def main():
     rows = []
     for kind, mapping in KINDS.items():
         for family in mapping:
-            seen = kind != "encoder-decoder" and any(row["family"] == family for row in rows)
+            apart_from = "language model" if kind == "encoder-decoder" else None  # the decoder by itself
+            seen = any(row["family"] == family and row["kind"] != apart_from for row in rows)
             if seen or (arguments.only and family not in arguments.only) or arguments.kind not in (None, kind):
                 continue
             rows.append(apart(kind, family))

@@ -5,11 +5,13 @@ import re
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 import gptqkit
 from gptqkit import job
 from gptqkit.errors import ArchitectureError, ConfigError
 from gptqkit.job import work_path
+from gptqkit.targets import find_blocks
 from support.jobs import contents, die, processes
 from support.models import build, samples, save
 from support.pipeline import assert_close, dequantized, quantize, share_that_differs, weights
@@ -90,6 +92,24 @@ def test_from_disk_to_an_evaluated_checkpoint(name, tmp_path):
     assert scores.kl_divergence > 0
 
 
+def test_an_output_layer_that_only_the_files_tell_apart_from_the_embedding(tmp_path):
+    """T5 1.1: its configuration ties them all the same, and the files decide."""
+    tensors = save(build("t5", scale_decoder_outputs=False), tmp_path / "model")
+    tensors["lm_head.weight"] = torch.randn(96, 64)
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    float_model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(float_model.lm_head.weight, tensors["lm_head.weight"])
+    quantize(tmp_path / "model", tmp_path / "out", method="rtn")
+    expected = logits(dequantized(tmp_path / "out", tmp_path / "model", tmp_path / "dense"), "t5", samples(2))
+    loaded, _ = gptqkit.load(tmp_path / "out", device="cpu")
+    entered = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    for model in (loaded, entered):
+        assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
+        assert_close(logits(model, "t5", samples(2)), expected)
+    with pytest.raises(ConfigError, match="shares its weight with an input embedding, or does so by its configuration"):
+        quantize(tmp_path / "model", tmp_path / "other", lm_head=True)
+
+
 MLP = [["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]
 ATTENTION = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.out_proj"]]
 CROSS = [["encoder_attn.q_proj"], ["encoder_attn.k_proj", "encoder_attn.v_proj"], ["encoder_attn.out_proj"]]
@@ -128,9 +148,10 @@ FROM_ENCODER = re.compile(r"\.block.*EncDecAttention\.[kv]|encoder_attn\.[kv]_pr
 @pytest.mark.parametrize(("name", "padded"), [("t5", True), ("bart", False), ("t5gemma2", True)])
 def test_every_module_is_solved_on_what_it_receives_in_the_quantized_model(name, padded, tmp_path):
     """Keys and values of a decoder's attention to the encoder among them, and position biases of T5's first blocks."""
-    tokens, model, quantized = samples(padded=padded), build(name), build(name)
+    tokens, untied = samples(padded=padded), {"tie_word_embeddings": False} if name == "bart" else {}
+    model, quantized = build(name, **untied), build(name, **untied)
     config = gptqkit.QuantizeConfig(group_size=32, sym=False, method="gptaq")
-    report = quantize(model, tmp_path / "out", tokens, method="gptaq").report
+    report = quantize(model, tmp_path / "out", tokens, method="gptaq", lm_head=bool(untied)).report
     found = {module.name: module for module in report.modules}
     stored = weights(tmp_path / "out")
     solved = {each: stored[each.replace("text_model.", "")] for each in found}
@@ -139,7 +160,7 @@ def test_every_module_is_solved_on_what_it_receives_in_the_quantized_model(name,
         for path, order in zip(LISTS[name], ORDERS[name], strict=True)
         for number in range(len(model.get_submodule(path)))
         for names in order
-    ]
+    ] + [["lm_head"]] * bool(untied)
     assert list(found) == [each for stage in stages for each in stage]
     encoded, written = (
         sum(one[key].numel() for one in halves(name, tokens)) for key in ("input_ids", "decoder_input_ids")
@@ -211,3 +232,9 @@ def test_what_does_not_turn_text_into_text_is_refused(tmp_path):
         gptqkit.quantize(base, ids, tmp_path / "out", evaluate_on=ids.flatten(), progress=worked.append)
     assert not worked
     assert not list(tmp_path.iterdir())
+    tied = build("t5")
+    tied.decoder.block[1].layer[2] = tied.encoder.block[1].layer[1]
+    with pytest.raises(
+        ArchitectureError, match="the encoder and the decoder of T5ForConditionalGeneration share weights"
+    ):
+        find_blocks(tied)

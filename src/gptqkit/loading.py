@@ -129,6 +129,7 @@ def install(
         BackendError: `backend` cannot serve a layer.
     """
     names = StoredNames(empty.stacked, empty.names, checkpoint.float_names)
+    empty.untie(checkpoint.tensors, names)
     places = {names.working(f"{name}.weight") for name in checkpoint.layers} - {None}
     twice = [name for name in checkpoint.other_names if names.working(name) in places]
     if twice:

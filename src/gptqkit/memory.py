@@ -164,8 +164,7 @@ def estimate(
     dtype = torch.float32 if on_cpu else stored
     paired = "cross" in find_method(config.method).needs
     samples, length = shape or PROBE.input_ids.shape
-    longest = length // 2 + 1 if has_two_stacks(model) else length  # of what goes through one stack
-    batch = min(run.batch_size or LARGEST_BATCH, samples)
+    tokens = min(run.batch_size or LARGEST_BATCH, samples) * (length // 2 + 1 if has_two_stacks(model) else length)
     width = model.config.get_text_config().hidden_size * dtype.itemsize
     states = -(-samples // processes) * width * length * (1 + paired)
 
@@ -173,9 +172,9 @@ def estimate(
     output = source + sum(_packed_bytes(target) - _weights(target) * stored.itemsize for target in every)
     block = max(_bytes(each, dtype) for each in blocks)
     statistics = max(_statistics_bytes(part, paired) for part in parts) if shape else 0
-    # Of the samples of a batch: what a block holds at its widest, and their hidden states before and after it.
+    # Of the tokens of a batch in one stack: what a block holds at its widest, and hidden states before and after it.
     widest = max((sum(target.shape) for part in targets for target in part), default=0)
-    forward = round(batch * longest * (2 * width + 2.5 * widest * dtype.itemsize))
+    forward = round(tokens * (2 * width + 2.5 * widest * dtype.itemsize))
     solver = max(_solver_bytes(target, paired, calibrated=shape is not None) for target in every)
     work = {
         "one block": block * (1 + paired),

@@ -105,6 +105,16 @@ class EmptyModel:
             _check_finite(name, own)
             _set(self.model, str(place), own)
 
+    def untie(self, tensors: Shards, names: StoredNames) -> None:
+        """Let go of ties between weights that differ in the files, as transformers does, for T5 1.1 among others."""
+        tied: Mapping[str, str] = getattr(self.stacked, "all_tied_weights_keys", {})
+        for name, origin in list(tied.items()):
+            pair = [names.stored(each) for each in (name, origin)]
+            if all(each in tensors.where for each in pair) and not torch.equal(*map(tensors.get, pair)):
+                for form in (self.stacked, self.model):
+                    form.all_tied_weights_keys.pop(name)
+                    _set(form, name, _parameter(form.get_parameter(name), torch.device("meta"), None))
+
     def make(self, names: Iterable[str], device: torch.device, dtype: torch.dtype | None = None) -> None:
         """Fill in what files may lack, and what is the same in every new model, such as Marian's sinusoids."""
         ignored = "|".join(self.stacked._keys_to_ignore_on_load_missing or ())
@@ -162,7 +172,8 @@ class EmptyModel:
         for name, origin in tied.items():  # a file may hold either
             if self.stacked.get_parameter(origin).is_meta:
                 _set(self.stacked, origin, self.stacked.get_parameter(name))
-        self.stacked.tie_weights()
+        if tied:
+            self.stacked.tie_weights(recompute_mapping=False)
 
     def clear(self, module: nn.Module) -> None:
         """Let go of the weights of a module of the model that works."""
@@ -212,10 +223,12 @@ class FloatModel:
         self._numbers = {path: number for number, path in enumerate(self.paths)}
         self._tensors: Shards = FloatShards(stored, self.dtype, self._tile())
         self.names = StoredNames(self.empty.stacked, self.empty.names, self._tensors.where)
+        self.empty.untie(self._tensors, self.names)
         self.passthrough = [name for name in self._tensors.where if not self.names.parameters(name)]
-        held = {name for stored in self._tensors.where for name in self.names.parameters(stored)}
-        self._absent = [name for name, _ in self.empty.stacked.named_parameters() if name not in held | self._tied()]
-        missing = set(self.empty.stacked.state_dict()) - held - self._made_elsewhere()
+        absent = set(self.empty.stacked.state_dict())
+        absent -= {name for stored in self._tensors.where for name in self.names.parameters(stored)}
+        missing = absent - self._made_elsewhere()
+        self._absent = sorted(absent - self._tied() - {name for name, _ in self.empty.stacked.named_buffers()})
         if missing:
             raise CheckpointError(f"{path_or_id} lacks {some(sorted(missing))}; fetch its files again")
         self._check_more_blocks()

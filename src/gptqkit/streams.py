@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -115,27 +116,34 @@ class Streams:
             raise ArchitectureError(f"{name} has its samples in another axis of hidden states than the first one")
         shape, output = tuple(call.hidden.movedim(axis, 0).shape[1:]), call(block, call.hidden)
         returned = len(output) if type(output) in (tuple, list) else 0
-        _hidden(output, block)
-        beside = self._beside(block, call, output) if returned and len(blocks) > 1 else None
+        hidden = _hidden(output, block)
+        beside = self._beside(blocks, hidden, output) if returned and len(blocks) > 1 else None
         return Stack(blocks, returned, shape, axis, beside)
 
-    def _beside(self, block: nn.Module, call: BlockCall, output: Sequence[Any]) -> nn.Module | None:
-        """Return what makes the values that later blocks are given beside hidden states; None where they get none."""
-        before = self._before(range(1), self._stacks[-1].blocks.stop if self._stacks else 0, "hidden")
-        tensors = self.batches.tensors(range(1))
-        following = block_call(self.model.model, self.model.blocks, tensors, [*before, lambda *_, **__: output])
-        given = {id(each) for each in (*following.arguments, *following.named.values())}
-        handed = [n for n, value in enumerate(output) if n and isinstance(value, Tensor) and id(value) in given]
-        if not handed:
+    def _beside(self, blocks: range, hidden: Tensor, output: Sequence[Any]) -> nn.Module | None:
+        """Return what makes what the second block of a stack needs beside hidden states; None where it needs nothing.
+
+        Tried on one sample that the first block, which is there, made `output` of. A GPU may sum in another order.
+        """
+        model, tensors, first = self.model, self.batches.tensors(range(1)), self.model.blocks[blocks.start]
+        before = self._before(range(1), blocks.start, "hidden")
+        call = block_call(model.model, model.blocks, tensors, [*before, lambda *_, **__: output])
+        given = {id(each) for each in (*call.arguments, *call.named.values())}
+        if not any(isinstance(value, Tensor) and id(value) in given for value in output[1:]):
             return None
-        beside = _without_products(block)
-        found = call(beside, call.hidden)
-        if not all(torch.equal(found[number], output[number]) for number in handed):
-            raise ArchitectureError(
-                f"a {type(block).__name__} hands on more than hidden states that depends on its Linears, so this model "
-                "cannot be quantized block by block"
-            )
-        return beside
+        beside, second = _without_products(first), model.blocks[blocks.start + 1]
+        with model.block(blocks.start + 1, self.batches.device, self._dtype):
+            expected, again = (self._run(call, hidden, second) for _ in range(2))
+            for candidate in (None, beside):
+                handed = hand_on(len(output), beside=candidate)
+                with suppress(ArchitectureError):  # it cannot run without
+                    found = self._run(block_call(model.model, model.blocks, tensors, [*before, handed]), hidden, second)
+                    if _distance(found, expected) <= 10 * _distance(again, expected):
+                        return candidate
+        raise ArchitectureError(
+            f"a {type(first).__name__} hands on more than hidden states, which depends on its Linears, so this model "
+            "cannot be quantized block by block"
+        )
 
     def progress(self) -> dict[str, Any]:
         """Return what the next process must know, as plain values for JSON.
@@ -337,6 +345,10 @@ def _hidden(output: Any, block: nn.Module) -> Tensor:
             "quantized block by block"
         )
     return states
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).nan_to_num().norm())
 
 
 def _without_products(block: nn.Module) -> nn.Module:

@@ -91,7 +91,13 @@ def find_blocks(model: PreTrainedModel) -> list[dict[str, nn.Module]]:
             f"{' in each of its two stacks' * (len(found) - 1)}; only models of that shape can be quantized block by "
             "block"
         )
-    return [{f"{name}.{number}": block for number, block in enumerate(blocks)} for name, blocks in filter(None, found)]
+    stacks = [(name, blocks, set(map(id, blocks.parameters()))) for name, blocks in filter(None, found)]
+    if len(stacks) > 1 and not stacks[0][2].isdisjoint(stacks[1][2]):
+        raise ArchitectureError(
+            f"the encoder and the decoder of {type(model).__name__} share weights; only stacks with weights of their "
+            "own can be quantized one after the other"
+        )
+    return [{f"{name}.{number}": block for number, block in enumerate(blocks)} for name, blocks, _ in stacks]
 
 
 def _check_kind(model: PreTrainedModel) -> None:
@@ -247,10 +253,10 @@ def find_head(model: PreTrainedModel, config: QuantizeConfig) -> Target | None:
     name = next((name for name, module in model.named_modules() if module is head), None)
     if head is None or name is None or not is_matrix(head):
         raise ConfigError(f"lm_head=True, but {type(model).__name__} has no linear output layer; leave it out")
-    if is_tied(model):
+    if is_tied(model) or f"{name}.weight" in model.get_expanded_tied_weights_keys(all_submodels=True):
         raise ConfigError(
-            f"lm_head=True, but {name} shares its weight with an input embedding, which must stay in floating point; "
-            "leave lm_head out"
+            f"lm_head=True, but {name} shares its weight with an input embedding, or does so by its configuration, and "
+            "must stay in floating point; leave lm_head out"
         )
     settings = config.for_module(name)
     try:
