@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 import gptqkit
 from gptqkit import job
 from gptqkit.errors import ArchitectureError, ConfigError
+from gptqkit.heatmap import HeatMap, Module
 from gptqkit.job import work_path
 from gptqkit.targets import find_blocks
 from support.jobs import contents, die, processes
@@ -23,6 +24,9 @@ CASES = {  # settings, padded
     "bart": ({"method": "gptq", "format": "gptq", "sym": True, "lm_head": False}, False),
     "t5gemma": ({"method": "gptaq", "true_sequential": False}, False),
 }
+
+SHAPES = {"t5": ([0, 1, 2, 3], 6 + 10), "bart": ([0, 1, 2, 3, 4], 6 + 10), "t5gemma": ([0, 1, 2, 3], 7 + 11)}
+"""Blocks of both stacks, and kinds of Linears in them."""
 
 
 def halves(name, tokens):
@@ -67,7 +71,9 @@ def test_from_disk_to_an_evaluated_checkpoint(name, tmp_path):
         if tensor.ndim == 2 and re.search(r"coder\.(block|layers)\.", key) and "relative_attention_bias" not in key
     }
     assert {module.name for module in report.modules} == set(weights(tmp_path / "out")) == matrices
-    assert report.quantized_weights <= report.block_weights
+    rows = [Module(each.name, each.layer, each.error, each.rounding_error, None, 0) for each in report.modules]
+    heat = HeatMap.of(rows)
+    assert (list(heat.blocks), len(heat.kinds)) == SHAPES[name]
     errors, rounded = (sum(getattr(module, key) for module in report.modules) for key in ("error", "rounding_error"))
     assert errors < rounded
 
@@ -145,7 +151,10 @@ LISTS = {
 FROM_ENCODER = re.compile(r"\.block.*EncDecAttention\.[kv]|encoder_attn\.[kv]_proj")
 
 
-@pytest.mark.parametrize(("name", "padded"), [("t5", True), ("bart", False), ("t5gemma2", True)])
+@pytest.mark.parametrize(
+    ("name", "padded"),
+    [("t5", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("bart", False), ("t5gemma2", True)))],
+)
 def test_every_module_is_solved_on_what_it_receives_in_the_quantized_model(name, padded, tmp_path):
     """Keys and values of a decoder's attention to the encoder among them, and position biases of T5's first blocks."""
     tokens, untied = samples(padded=padded), {"tie_word_embeddings": False} if name == "bart" else {}
@@ -191,10 +200,9 @@ def killed(model, out, place, seconds, step):
     quantize(model, out, method="gptaq", run=run, progress=lambda now: now.done == step and die())
 
 
+@pytest.mark.slow  # test_job.py stops such a job in both stacks, too
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    ("place", "seconds"), [("disk", 0), *(pytest.param("memory", n, marks=pytest.mark.slow) for n in (0, 3600))]
-)
+@pytest.mark.parametrize(("place", "seconds"), [("disk", 0), ("memory", 0), ("memory", 3600)])
 def test_a_job_killed_in_either_stack_ends_in_the_same_files(place, seconds, tmp_path):
     """T5 has 6 Linears in each of two encoder blocks, and 10 in each of the decoder's: killed in all but the first."""
     model, out, steps = tmp_path / "model", tmp_path / "out", []

@@ -25,7 +25,6 @@ OK = {  # and how many Linears stay in floating point
     "zamba2": 0,  # blocks that share weights
 }
 REFUSED = {
-    "fsmt": "has its samples in another axis",
     "musicgen": "has no embedding of token ids",
     "pegasus_x": "hands on more than hidden states",
     "reformer": "returns a ReformerOutput, not hidden states",
