@@ -170,7 +170,9 @@ def default_length(model: Any) -> int:
 
 def _positions(model: Any) -> int | None:
     """Return how many tokens fit; where position embeddings have a row for padding, they begin behind it (RoBERTa)."""
-    positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config = model.config.get_text_config()
+    names = ("max_position_embeddings", "max_decoder_position_embeddings")  # LED has the second
+    positions: int | None = next((getattr(config, name) for name in names if hasattr(config, name)), None)
     if positions is not None and has_two_stacks(model):
         return 2 * (positions - 1)  # the decoder's half has one more token
     for name, module in model.named_modules():
