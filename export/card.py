@@ -52,7 +52,10 @@ def pipeline_tag(directory: Path) -> str:
         return "sentence-similarity"
     if not (directory / "generation_config.json").exists():
         return "feature-extraction"
-    return "image-text-to-text" if "vision_config" in read_json(directory / "config.json") else "text-generation"
+    config = read_json(directory / "config.json")
+    if "vision_config" in config:
+        return "image-text-to-text"
+    return "text2text-generation" if config.get("is_encoder_decoder") is True else "text-generation"
 
 
 def model_card(report: Mapping[str, Any], pipeline: str = "text-generation") -> str:

@@ -17,10 +17,11 @@ from .architecture import without_bars
 from .assembly import assemble
 from .calibration.batches import out_of_memory
 from .calibration.config import Calibration
+from .calibration.halves import vocabulary
 from .calibration.samples import Samples, load_samples, load_text
 from .distributed import Processes, join
 from .errors import ArchitectureError, CalibrationError, ConfigError, DoesNotFitError, OutputExistsError
-from .evaluating import check_length, default_length, evaluate, is_encoder
+from .evaluating import check_length, check_text_to_text, default_length, evaluate, is_encoder
 from .evaluation.config import Evaluation
 from .evaluation.perplexity import cut_windows
 from .export.checkpoint import REPORT, public_name, write_report
@@ -66,7 +67,10 @@ def quantize(
     evaluate_on: Any = None,
     progress: ProgressCallback = silent,
 ) -> QuantizeResult:
-    """Quantize a language model or an encoder and write the checkpoint.
+    """Quantize a language model, an encoder or an encoder-decoder, and write the checkpoint.
+
+    Both stacks of an encoder-decoder are quantized: the first half of each calibration sample goes to its encoder, and
+    its decoder goes on with the second, given what the quantized encoder makes of the first.
 
     A model in a folder or on the Hub is never in memory as a whole: the weights of each block are read when its turn
     comes. Finished blocks are kept in a work directory, `.NAME.gptqkit-work` beside `out`, from which an interrupted
@@ -96,14 +100,9 @@ def quantize(
         GptqkitError: Settings, text, model or files that do not fit; see `errors`.
     """
     config, run, out = settings_of(QuantizeConfig, config or {}), settings_of(Run, run or {}), Path(out)
-    if calibration is not None and not isinstance(calibration, Calibration):
-        calibration = Calibration(calibration)
+    calibration = _calibration(calibration, config)
     if not isinstance(model, (str, Path, PreTrainedModel)):
         raise ArchitectureError(f"model is a {type(model).__name__}; give a folder, an id, or a PreTrainedModel")
-    if calibration is None and needs_calibration(config):
-        raise CalibrationError(
-            f"method {config.method!r} needs calibration text; only 'rtn', without learning, does not"
-        )
     with join(choose_device(run.device)) as processes, _on_disk(model) as (path, name):
         if run.resume and not run.overwrite:
             with processes.together():
@@ -145,6 +144,14 @@ def quantize(
                     job.publish(staged)
         report = processes.gather(report)[0]
     return QuantizeResult(report, out)
+
+
+def _calibration(given: Any, config: QuantizeConfig) -> Calibration | None:
+    if given is None and needs_calibration(config):
+        raise CalibrationError(
+            f"method {config.method!r} needs calibration text; only 'rtn', without learning, does not"
+        )
+    return given if given is None or isinstance(given, Calibration) else Calibration(given)
 
 
 def _completed(
@@ -216,20 +223,20 @@ def _samples(source: FloatModel, calibration: Calibration, tokenizer: Any) -> Sa
     """Draw the samples; ready ones have their own length, unless another is asked for."""
     length = calibration.sequence_length or default_length(source.model)
     check_length(source.model, length)
-    vocab_size = source.model.get_input_embeddings().weight.shape[0]
-    samples = load_samples(calibration, tokenizer, sequence_length=length, vocab_size=vocab_size)
+    samples = load_samples(calibration, tokenizer, sequence_length=length, vocab_size=vocabulary(source.model))
     check_length(source.model, samples.input_ids.shape[1])
     return samples
 
 
 def _text(source: FloatModel, dataset: Any, tokenizer: Any, length: int) -> Tensor:
     """Read the text to evaluate on at once, so that nothing is found wrong with it when the work is done."""
+    check_text_to_text(source.model)
     if is_encoder(source.model, source.path):
         raise ConfigError(
             f"evaluate_on measures perplexity, which {type(source.model).__name__}, an encoder, does not have; leave "
             "it out, and compare embeddings when it is done: gptqkit evaluate OUT --dataset TEXT --reference MODEL"
         )
-    text = load_text(dataset, tokenizer, vocab_size=source.model.get_input_embeddings().weight.shape[0])
+    text = load_text(dataset, tokenizer, vocab_size=vocabulary(source.model))
     cut_windows(text, length)
     return text
 

@@ -96,6 +96,7 @@ def ready(empty: EmptyModel, checkpoint: Checkpoint, device: torch.device) -> An
         CheckpointError: Weights are missing.
     """
     model: Any = empty.model
+    empty.make([name for name, parameter in model.named_parameters() if parameter.is_meta], device)
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if missing:
         raise CheckpointError(
@@ -128,6 +129,7 @@ def install(
         BackendError: `backend` cannot serve a layer.
     """
     names = StoredNames(empty.stacked, empty.names, checkpoint.float_names)
+    empty.untie(checkpoint.tensors, names)
     places = {names.working(f"{name}.weight") for name in checkpoint.layers} - {None}
     twice = [name for name in checkpoint.other_names if names.working(name) in places]
     if twice:

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from .calibration.config import Calibration
+from .calibration.halves import has_two_stacks
 from .errors import DoesNotFitError
 from .evaluating import check_length, default_length
 from .export.shards import JOINED_BYTES
@@ -156,26 +157,27 @@ def estimate(
         processes: How many share the samples, and on this machine the RAM.
     """
     model, stored, on_cpu = empty.model, empty.model.dtype, device.type == "cpu"
-    prefix, blocks = find_blocks(model)
-    targets, head = find_targets(model, prefix, blocks, config)[0], find_head(model, config)
+    named = {path: block for stack in find_blocks(model) for path, block in stack.items()}
+    blocks = nn.ModuleList(named.values())
+    targets, head = find_targets(model, named, config)[0], find_head(model, config)
     parts = [*targets, [head] if head else []]
     every = [target for part in parts for target in part]
     dtype = torch.float32 if on_cpu else stored
     paired = bool(shape) and pairs_models(config)
     samples, length = shape or PROBE.input_ids.shape
-    batch = min(run.batch_size or LARGEST_BATCH, samples)
-    hidden = model.config.get_text_config().hidden_size * dtype.itemsize * length
-    states = -(-samples // processes) * hidden * (1 + paired)
+    tokens = min(run.batch_size or LARGEST_BATCH, samples) * (length // 2 + 1 if has_two_stacks(model) else length)
+    width = model.config.get_text_config().hidden_size * dtype.itemsize
+    states = -(-samples // processes) * width * length * (1 + paired)
 
     source = _bytes(model, stored)
     output = source + sum(_packed_bytes(target) - _weights(target) * stored.itemsize for target in every)
     block = max(_bytes(each, dtype) for each in blocks)
     statistics = max(_statistics_bytes(part, paired) for part in parts) if shape else 0
-    # Of the samples of a batch: what a block holds at its widest, and their hidden states before and after it.
+    # Of the tokens of a batch in one stack: what a block holds at its widest, and hidden states before and after it.
     widest = max((sum(target.shape) for part in targets for target in part), default=0)
-    forward = round(batch * (2 * hidden + 2.5 * widest * dtype.itemsize * length))
+    forward = round(tokens * (2 * width + 2.5 * widest * dtype.itemsize))
     solver = max(_solver_bytes(target, paired, calibrated=shape is not None) for target in every)
-    learning = _learning_bytes(empty, parts, config, dtype, (samples, length))
+    learning = _learning_bytes(model, parts, config, dtype, (samples, length))
     work = {
         "one block": block * (1 + paired),
         "outside the blocks": _bytes(model, dtype) - _bytes(blocks, dtype),
@@ -283,7 +285,7 @@ def _solver_bytes(target: Target, paired: bool, *, calibrated: bool) -> int:
 
 
 def _learning_bytes(
-    empty: EmptyModel,
+    model: Any,
     parts: Sequence[Sequence[Target]],
     config: QuantizeConfig,
     dtype: torch.dtype,
@@ -293,11 +295,11 @@ def _learning_bytes(
 
     Backpropagation keeps about ten tensors as wide as a block is at its widest, of each sample and block.
     """
-    (samples, length), model, (_, blocks) = shape, empty.model, find_blocks(empty.model)
+    samples, length = shape
     kept = 10 * max(sum(target.shape) for part in parts for target in part) * dtype.itemsize * length
     logits = 4 * 4 * length * model.config.get_text_config().vocab_size
     learning = 20 * max(sum(map(_weights, part)) for part in parts) + kept * min(8, samples)
-    tuning = 2 * _bytes(model, dtype) + (kept * len(blocks) + logits) * min(4, samples)
+    tuning = 2 * _bytes(model, dtype) + (kept * len(parts) + logits) * min(4, samples)
     return int(max(learning * (config.learn_iterations > 0), tuning * (config.tune_epochs > 0)))
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from .assembly import open_part, stored_module, write_part
 from .calibration.batches import Batches
+from .calibration.halves import parts_of
 from .calibration.samples import Samples
 from .calibration.statistics import InputStatistics
 from .distributed import Processes
@@ -26,7 +27,7 @@ from .errors import ConfigError
 from .identity import versions
 from .job import Job
 from .learning import learn_block
-from .model import FloatModel, part_of
+from .model import FloatModel
 from .progress import Progress, ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
 from .quantizer.methods import Solution, pairs_models
@@ -72,14 +73,16 @@ class Pipeline:
         self.model, self.config, self.job, self.processes, self.place = model, config, job, processes, run.activations
         # On a CPU blocks run in float32, on a GPU in the model's own dtype; solvers work in float32, or float64.
         self.device, self.dtype = processes.device, torch.float32 if processes.device.type == "cpu" else model.dtype
-        self.targets, self.left = find_targets(model.model, model.prefix, model.blocks, config)
+        blocks = dict(zip(model.paths, model.blocks, strict=True))
+        self.targets, self.left = find_targets(model.model, blocks, config)
         self.head = find_head(model.model, config)
         self._strict, self._told = run.strict, set[str]()
         self._tell(misfits(self.targets, self.left, config))
         self.calibrated = samples is not None
         self.paired = self.calibrated and pairs_models(config)
         samples, size = samples or PROBE, run.batch_size or LARGEST_BATCH
-        self.batches = Batches(samples, processes.share(len(samples.input_ids), size), size, self.device)
+        mine = processes.share(len(samples.input_ids), size)
+        self.batches = Batches(samples, parts_of(samples, model.model), mine, size, self.device)
         if job.records:
             self.batches.counts[job.records[-1]["excluded"]] = False
             self.batches.size = job.records[-1]["batch_size"]
@@ -103,6 +106,7 @@ class Pipeline:
         streams = Streams(self.model, self.batches, self.processes, paired=self.paired, skip=self.config.skip_nonfinite)
         with self.model.outside(self.device, self.dtype):
             for layer in range(streams.begin(self.job, self.dtype, self.place), layers):
+                streams.enter(layer)
                 with self.model.block(layer, self.device, self.dtype):
                     self._quantize_block(layer, streams, finished=layer < finished)
             if self.head is not None:
@@ -152,13 +156,13 @@ class Pipeline:
         last = layer + 1 == len(self.model.blocks) and self.head is None
         learns = not finished and twin is not None and self.config.learn_iterations > 0
         if self.paired and (learns or not last):
-            streams.advance("float", layer, block if twin is None else twin, self.job)
+            streams.advance("float", layer, block if twin is None else twin)
         if not finished:
             solved = {name: solution.weight for name, solution in found.items()}
             learned = self._learn(layer, found, solved, streams) if learns and found else None
             self._commit(layer, solved, reports, streams, learned)
         if not last:
-            streams.advance("hidden", layer, block, self.job)
+            streams.advance("hidden", layer, block)
             self.job.save_states(layer + 1, streams.caches)
 
     def _solve_block(
@@ -273,7 +277,7 @@ class Pipeline:
     ) -> None:
         """Write what was solved, run what was written, and let it count."""
         progress = {**streams.progress(), "learned": None if learned is None else dataclasses.asdict(learned)}
-        progress["left"] = {name: why for name, why in self.left.items() if part_of(name, self.model.prefix) == layer}
+        progress["left"] = {name: why for name, why in self.left.items() if self.model.part_of(name) == layer}
         with self.processes.together():
             if self.processes.rank == 0:
                 part = write_part(self.job.stem(layer), self.model, layer, solved, self.config)

@@ -17,7 +17,8 @@ class ModuleReport:
 
     Attributes:
         name: Full name.
-        layer: Number of its block; None outside the blocks.
+        layer: Number of its block, in the order in which they run: those of an encoder, then those of its decoder; None
+            outside the blocks.
         shape: (out, in).
         bits: Bits per weight.
         group_size: Columns per group.

@@ -171,7 +171,7 @@ class _Run:
         """Return the sum over tokens that count of KL(teacher || student), and how many these are."""
         keep = self._batches.counts[part.start : part.stop].to(self._batches.device)
         tensors = {name: tensor[keep] for name, tensor in self._batches.tensors(part).items()}
-        mask = self._batches.mask(part)[keep]
+        mask = self._batches.mask(part, len(self._batches.parts) - 1)[keep]
         with torch.no_grad():
             expected = _predictions(self._teacher, tensors)
         found = _predictions(self._student, tensors)

@@ -63,18 +63,19 @@ def test_what_is_not_known_is_left_out():
 
 
 @pytest.mark.parametrize(
-    ("files", "tag"),
+    ("files", "config", "tag"),
     [
-        ("generation_config.json", "text-generation"),
-        ("", "feature-extraction"),
-        ("modules.json generation_config.json", "sentence-similarity"),
-        ("generation_config.json vision", "image-text-to-text"),
+        ("generation_config.json", "{}", "text-generation"),
+        ("", "{}", "feature-extraction"),
+        ("modules.json generation_config.json", "{}", "sentence-similarity"),
+        ("generation_config.json", '{"vision_config": {}}', "image-text-to-text"),
+        ("generation_config.json", '{"is_encoder_decoder": true}', "text2text-generation"),
     ],
 )
-def test_what_a_model_is_for_is_seen_from_its_files(files, tag, tmp_path):
+def test_what_a_model_is_for_is_seen_from_its_files(files, config, tag, tmp_path):
     for name in files.split():
         (tmp_path / name).write_text("{}")
-    (tmp_path / "config.json").write_text('{"vision_config": {}}' if "vision" in files else "{}")
+    (tmp_path / "config.json").write_text(config)
     assert pipeline_tag(tmp_path) == tag
     card = model_card({"config": CONFIG}, tag)
     assert f"pipeline_tag: {tag}" in card.splitlines()

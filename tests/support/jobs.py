@@ -26,6 +26,7 @@ MODELS = {
     "mistral": lambda: build("mistral", num_hidden_layers=3),
     "mixtral": lambda: build("mixtral"),
     "broken": partial(overflowing, "qwen2"),
+    "t5": lambda: build("t5", num_layers=1),
 }
 CASES = {  # model, settings, how it is run
     "gptq": ("mistral", {"desc_act": True}, {}),
@@ -35,6 +36,7 @@ CASES = {  # model, settings, how it is run
     "learned": ("mistral", {"learn_iterations": 3}, {"activations": "disk"}),
     "padded": ("broken", {"skip_nonfinite": True}, {}),
     "rtn": ("mistral", {"method": "rtn", "lm_head": True}, {}),
+    "two stacks": ("t5", {"method": "gptaq", "desc_act": True}, {"activations": "disk"}),
 }
 
 

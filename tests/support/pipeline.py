@@ -40,9 +40,11 @@ def weights(path):
 def outputs(model, tokens=None):
     """Logits, or the last hidden states of an encoder; of padded samples those of tokens."""
     tokens = samples() if tokens is None else tokens
-    mask = {} if tokens.attention_mask is None else {"attention_mask": tokens.attention_mask}
+    more = {} if tokens.attention_mask is None else {"attention_mask": tokens.attention_mask}
+    if model.config.is_encoder_decoder:
+        more["decoder_input_ids"] = tokens.input_ids.flip(1).to(model.device)
     with torch.no_grad():
-        found = model(input_ids=tokens.input_ids.to(model.device), **mask)
+        found = model(input_ids=tokens.input_ids.to(model.device), **more)
     states = found.logits if "logits" in found else found.last_hidden_state
     return states if tokens.attention_mask is None else states[tokens.attention_mask]
 
