@@ -127,3 +127,12 @@ def test_a_job_stopped_while_scales_are_tuned_ends_in_the_same_files(tmp_path):
         quantize(model, tmp_path / "out", samples(16), **settings, progress=stop)
     quantize(model, tmp_path / "out", samples(16), **settings, run={"resume": True})
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_both_stacks_of_an_encoder_decoder_learn(tmp_path, name):
+    plain = quantize(build(name), tmp_path / "plain", samples(64), bits=2, method="rtn", tune_epochs=1).report
+    report = learned(build(name), tmp_path / "out", method="rtn", tune_epochs=1).report
+    assert len(report.blocks) == len({module.layer for module in report.modules})
+    assert sum(block.error < block.error_before for block in report.blocks) > 2
+    assert report.tuning.divergence < report.tuning.divergence_before < plain.tuning.divergence_before
