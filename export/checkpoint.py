@@ -17,7 +17,6 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..hub import fetch
 from ..quantizer.quantized import QuantizedWeight
-from .card import model_card, pipeline_tag
 from .files import check_folder
 from .formats import Declared, Format, LayerSpec, declared_format, find_format
 from .shards import Shards, read_json, same_bits, some, write_json
@@ -149,22 +148,26 @@ def write_configs(
 
 
 def write_report(directory: Path, report: Mapping[str, Any]) -> None:
-    """Write quantization_report.json and the model card: no local paths or times, None for what JSON cannot hold."""
+    """Write quantization_report.json: no local paths or times, None for what JSON cannot hold."""
     published = _published(report)
     if published.get("model"):
         published["model"] = public_name(published["model"])
     for row in published.get("perplexity") or ():
         row["dataset"] = public_name(row["dataset"])
     write_json(directory / REPORT, published)
-    card = model_card(published, pipeline_tag(directory))
-    (directory / "README.md").write_text(card, encoding="utf-8", newline="\n")
 
 
 def public_name(name: object) -> str:
-    """Return the name of a file or folder without the folders around it, or an id of the Hub as it is."""
+    """Return the name of a file or folder without the folders around it, or an id of the Hub as it is.
+
+    A folder of the Hub's cache is what its repository is called.
+    """
     text = str(name)
-    local = Path(text).is_absolute() or text.startswith((".", "~")) or Path(text).exists()
-    return Path(text).resolve().name if local else text
+    if not (Path(text).is_absolute() or text.startswith((".", "~")) or Path(text).exists()):
+        return text
+    path = Path(text).resolve()
+    repository = path.parents[1].name if path.parent.name == "snapshots" else ""
+    return repository.removeprefix("models--").replace("--", "/") if repository.startswith("models--") else path.name
 
 
 def _quantization_config(path: Path, model_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from .checkpoint import Checkpoint, matrices, open_checkpoint
 from .formats import LayerSpec
@@ -18,6 +18,8 @@ from .shards import some
 TRANSFORMERS = "transformers+gptqmodel"
 OTHERS = ("GPTQModel", TRANSFORMERS, "vLLM", "SGLang", "AutoGPTQ")
 """The readers that are known beside gptqkit."""
+
+Rules: TypeAlias = "list[tuple[Sequence[str], object, str]]"
 
 _AMBIGUOUS = "refuses asymmetric version 1 files of other programs; convert to gptq_v2"
 _GROUPS_IN_ORDER = "rejects desc_act with groups; quantize with static_groups or act_group_aware"
@@ -55,6 +57,7 @@ class CheckpointSummary:
         other_parameters: Number of all other parameters, biases included.
         packed_bytes: Size of the packed words, zeros, scales and g_idx.
         other_bytes: Size of all other tensors.
+        float_modules: Modules of the quantized blocks whose matrix is in floating point.
         bits_per_weight: packed_bytes * 8 / quantized_weights: the cost of groups included.
         readers: Which programs can load it, and why not.
     """
@@ -71,6 +74,7 @@ class CheckpointSummary:
     other_parameters: int
     packed_bytes: int
     other_bytes: int
+    float_modules: tuple[str, ...] = field(repr=False)
     bits_per_weight: float
     readers: tuple[Reader, ...]
 
@@ -97,7 +101,8 @@ def inspect(path: Path | str, *, revision: str | None = None) -> CheckpointSumma
     others = [checkpoint.tensor(name) for name in checkpoint.tensors.where if name not in keys]
     weights = sum(spec.in_features * spec.out_features for spec in specs)
     packed_bytes = sum(tensor.nbytes for tensor in packed)
-    reasons = _reasons(checkpoint)
+    floats = skipped_modules(checkpoint.layers, matrices(checkpoint.other_names, checkpoint.tensors))
+    reasons = _reasons(checkpoint, floats)
     return CheckpointSummary(
         format=declared.format,
         writer=declared.writer,
@@ -111,6 +116,7 @@ def inspect(path: Path | str, *, revision: str | None = None) -> CheckpointSumma
         other_parameters=sum(tensor.numel() for tensor in others),
         packed_bytes=packed_bytes,
         other_bytes=sum(tensor.nbytes for tensor in others),
+        float_modules=tuple(floats),
         bits_per_weight=packed_bytes * 8 / weights,
         readers=tuple(
             Reader(name=name, loads=not reasons[name], reasons=tuple(reasons[name])) for name in ("gptqkit", *OTHERS)
@@ -118,18 +124,23 @@ def inspect(path: Path | str, *, revision: str | None = None) -> CheckpointSumma
     )
 
 
-def _reasons(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """Return why each reader cannot load a checkpoint: a list that is empty where it can."""
+def _reasons(checkpoint: Checkpoint, skipped: Sequence[str]) -> dict[str, list[str]]:
+    """Return why each reader cannot load a checkpoint: a list that is empty where it can.
+
+    `skipped` are the modules of the blocks in floating point.
+    """
     reasons: dict[str, list[str]] = {name: [] for name in ("gptqkit", *OTHERS)}
     gptq = checkpoint.declared.format in ("gptq", "gptq_v2")
-    rules = _rules(checkpoint) if gptq else [(OTHERS, True, "was tried with the formats gptq and gptq_v2 only")]
+    rules = (
+        _rules(checkpoint, skipped) if gptq else [(OTHERS, True, "was tried with the formats gptq and gptq_v2 only")]
+    )
     for readers, holds, reason in rules:
         for name in readers if holds else ():
             reasons[name].append(reason)
     return reasons
 
 
-def _rules(checkpoint: Checkpoint) -> list[tuple[Sequence[str], object, str]]:
+def _rules(checkpoint: Checkpoint, skipped: Sequence[str]) -> Rules:
     """Return readers, what stops them if it is true of the checkpoint, and how they put it."""
     declared, layers, model = checkpoint.declared, checkpoint.layers, checkpoint.model_config
     specs = layers.values()
@@ -147,7 +158,6 @@ def _rules(checkpoint: Checkpoint) -> list[tuple[Sequence[str], object, str]]:
     sizes_odd = sorted(sizes - {-1, 32, 64, 128})
     asymmetric = not all(spec.sym for spec in specs)
     outside = [name for name in layers if not any(part.isdigit() for part in name.split("."))]
-    skipped = skipped_modules(layers, matrices(checkpoint.other_names, checkpoint.tensors))
     groups = checkpoint.quantization_config.get("modules_in_block_to_quantize")
     groups = [group for group in groups if isinstance(group, list)] if isinstance(groups, list) else []
     listed = {str(inner) for group in groups for inner in group}

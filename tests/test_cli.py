@@ -309,6 +309,9 @@ def test_the_installed_command_from_a_model_to_another_format(example_model, sma
     assert done.stdout.endswith(f"written to {out}\n")
     assert "quantize:" not in done.stdout
 
+    assert (out / "heatmap.png").read_bytes() == gptqkit.report_png(out)
+    assert "](heatmap.png)\n" in (out / "README.md").read_text(encoding="utf-8")
+
     done = call("evaluate", out, "--dataset", text, *length, "--json")
     scores = json.loads(done.stdout)
     [row] = json.loads((out / "quantization_report.json").read_text(encoding="utf-8"))["perplexity"]

@@ -23,6 +23,7 @@ from .errors import ArchitectureError, CalibrationError, ConfigError, DoesNotFit
 from .evaluating import check_length, default_length, evaluate, is_encoder
 from .evaluation.config import Evaluation
 from .evaluation.perplexity import cut_windows
+from .export.card import HEAT_MAP, write_card
 from .export.checkpoint import REPORT, public_name, write_report
 from .export.shards import read_json, some
 from .export.staging import check_target
@@ -31,6 +32,7 @@ from .job import Job, work_path
 from .loading import choose_device, load_tokenizer, open_tokenizer
 from .memory import estimate
 from .model import FloatModel
+from .page import report_png
 from .pipeline import Pipeline
 from .progress import ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
@@ -136,6 +138,9 @@ def quantize(
                         scores = evaluate(staged, text, how, progress=progress).to_dict()
                         report = replace(report, perplexity=[{"dataset": public_name(evaluate_on), **scores}])
                     write_report(staged, report.to_dict())
+                    if any(row.layer is not None and row.error is not None for row in report.modules):
+                        (staged / HEAT_MAP).write_bytes(report_png(staged))
+                    write_card(staged, source.path)
                     job.publish(staged)
         report = processes.gather(report)[0]
     return QuantizeResult(report, out)
