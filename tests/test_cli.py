@@ -222,7 +222,7 @@ def test_of_several_processes_the_first_speaks(behave, monkeypatch, capsys, rank
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setattr(cli, "quantization_summary", str)
-    behave("quantize", SimpleNamespace(report="a report"))
+    behave("quantize", SimpleNamespace(report="a report", url=None))
     assert cli.main(QUANTIZE) == 0
     behave("quantize", AbandonedError("another process failed"))
     assert cli.main(QUANTIZE) == 1

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 import gptqkit
+from gptqkit import cli
 from gptqkit.errors import ConfigError, DatasetUnavailableError
+from support.fake_hub import fake_hub
+from support.jobs import contents
 from support.models import build, samples
 
 SETTINGS = {"method": "rtn", "group_size": 32, "overrides": {"down_proj": {"bits": 8}}}
@@ -68,6 +71,48 @@ def test_an_id_may_stand_wherever_a_folder_may(hub, tmp_path):
             call("org/small", revision="v9")
         with pytest.raises(ConfigError, match=r"revision is 'v1', but .*out is a folder here"):
             call(tmp_path / "out", revision="v1")
+
+
+@pytest.fixture
+def endpoint(tmp_path, monkeypatch):
+    with fake_hub(monkeypatch, tmp_path / "cache") as found:
+        yield found
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_finished_checkpoint_is_uploaded_and_nothing_else(endpoint, tmp_path, private, capsys):
+    build("llama").save_pretrained(tmp_path / "float")
+    out, kept = tmp_path / "out", {"model-00001-of-00002.safetensors", "model.safetensors.index.json", "notes.txt"}
+    endpoint.repositories["me/small"] = dict.fromkeys(sorted(kept), b"of an earlier upload")
+    command = ["quantize", tmp_path / "float", out, "--method", "rtn", "--group-size", "32", "--device", "cpu"]
+    command = [*map(str, command), "--push-to-hub", "me/small", *["--private"] * private]
+    endpoint.broken = True
+    assert cli.main(command) == 1
+    error = capsys.readouterr().err
+    assert "403" in error
+    *_, again = error.strip().rpartition("to try again: ")
+    assert again == f"hf upload me/small {out} . --delete 'model*.safetensors*'" + " --private" * private
+    files = contents(out)
+    assert "model.safetensors" in files
+    assert endpoint.repositories["me/small"].keys() == kept
+    for name in (".env", "optimizer.bin"):
+        (out / name).write_text("secret")
+    endpoint.broken = False
+    assert cli.main([*command, "--resume"]) == 0
+    assert capsys.readouterr().out.endswith(f"written to {out} and uploaded to {endpoint.url}/me/small\n")
+    assert endpoint.repositories["me/small"] == {**files, "notes.txt": b"of an earlier upload"}
+    assert endpoint.wishes["me/small"].get("visibility") == ("private" if private else None)
+    endpoint.repositories["me/small"].clear()
+    run = {"push_to_hub": "me/small", "overwrite": True, "device": "cpu"}
+    result = gptqkit.quantize(tmp_path / "float", None, out, {"method": "rtn", "group_size": 32}, run=run)
+    assert result.url == f"{endpoint.url}/me/small"
+    assert endpoint.repositories["me/small"] == files
+
+
+@pytest.mark.parametrize("name", ["", "a/b/c", "https://hub/me", "me/", "--private"])
+def test_repositories_that_cannot_be_are_refused_before_any_work(name):
+    with pytest.raises(ConfigError, match=r"push_to_hub is '.*'; give a repository's name, such as user/name"):
+        gptqkit.Run(push_to_hub=name)
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -27,6 +27,7 @@ from .export.card import HEAT_MAP, write_card
 from .export.checkpoint import REPORT, public_name, write_report
 from .export.shards import read_json, some
 from .export.staging import check_target
+from .hub import push
 from .identity import check_agreement, differences, identity_of
 from .job import Job, work_path
 from .loading import choose_device, load_tokenizer, open_tokenizer
@@ -51,10 +52,12 @@ class QuantizeResult:
     Attributes:
         report: Settings, and per module the error, the error of plain rounding, damping and time.
         path: The checkpoint.
+        url: Where on the Hub it is; None where it was not uploaded.
     """
 
     report: QuantizationReport
     path: Path
+    url: str | None = None
 
 
 def quantize(
@@ -95,6 +98,7 @@ def quantize(
 
     Raises:
         DoesNotFitError: There is too little memory or disk, as estimated or in fact; the message names what would help.
+        UploadError: The checkpoint is complete, but the Hub did not take it.
         GptqkitError: Settings, text, model or files that do not fit; see `errors`.
     """
     config, run, out = settings_of(QuantizeConfig, config or {}), settings_of(Run, run or {}), Path(out)
@@ -110,7 +114,7 @@ def quantize(
                 done = _finished(out, config, name)
             done = processes.gather(done)[0]
             if done is not None:
-                return QuantizeResult(done, out)
+                return QuantizeResult(done, out, _pushed(out, run, processes))
         with processes.together():
             if not (run.resume and work_path(out).exists()):
                 check_target(out, overwrite=run.overwrite)
@@ -142,8 +146,16 @@ def quantize(
                         (staged / HEAT_MAP).write_bytes(report_png(staged))
                     write_card(staged, source.path)
                     job.publish(staged)
-        report = processes.gather(report)[0]
-    return QuantizeResult(report, out)
+        return QuantizeResult(processes.gather(report)[0], out, _pushed(out, run, processes))
+
+
+def _pushed(out: Path, run: Run, processes: Processes) -> str | None:
+    """Upload the finished checkpoint where that is wanted, and return its address."""
+    if run.push_to_hub is None:
+        return None
+    with processes.together():
+        url = push(out, run.push_to_hub, private=run.private) if processes.rank == 0 else ""
+    return processes.gather(url)[0]
 
 
 @contextmanager

@@ -289,7 +289,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
         result = gptqkit.quantize(arguments.model, calibration, arguments.out, config, **how)
     if speaks:
         print(quantization_summary(result.report))
-        print(f"written to {arguments.out}")
+        print(f"written to {arguments.out}" + (f" and uploaded to {result.url}" if result.url else ""))
 
 
 def _plan(arguments: argparse.Namespace) -> None:

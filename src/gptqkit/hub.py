@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
-from .errors import ConfigError, DatasetUnavailableError
-from .export.files import PICKLES
+from .errors import ConfigError, DatasetUnavailableError, UploadError
+from .export.files import PICKLES, check_folder
 
 UNUSED = (*PICKLES, ".gguf", ".onnx", ".h5", ".msgpack", ".ot")
 """How the names of weights end that are never read."""
+
+_WEIGHTS = "model*.safetensors*"  # and their index, as we call them
 
 
 def fetch(path_or_id: Path | str, revision: str | None = None, *, weights: bool = True) -> Path:
@@ -40,11 +43,47 @@ def fetch(path_or_id: Path | str, revision: str | None = None, *, weights: bool 
         unused = [f"*{kind}" for kind in kinds]
         return Path(snapshot_download(str(path_or_id), revision=revision, ignore_patterns=unused))
     except Exception as error:  # of the network, or of the Hub
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DatasetUnavailableError(
             f"there is no folder {path_or_id}, and the Hub does not give such a model"
-            f"{'' if revision is None else f' at revision {revision}'}: {reason}"
+            f"{'' if revision is None else f' at revision {revision}'}: {_first_line(error)}"
         ) from error
+
+
+def push(folder: Path, repository: str, *, private: bool) -> str:
+    """Upload a checkpoint to the Hub, into a repository that is made where it is not there; return its address.
+
+    Hidden files and pickles stay here. Weights that an earlier upload left there, and that are not in `folder`, are
+    deleted in the same commit.
+
+    Args:
+        folder: The checkpoint.
+        repository: Its name, with that of the user or organization.
+        private: Make a new repository private; else the Hub's default for its owner counts.
+
+    Raises:
+        CheckpointError: A link in `folder` leaves it.
+        UploadError: The Hub does not take it, or cannot be reached.
+    """
+    check_folder(folder)
+    from huggingface_hub import HfApi
+
+    try:
+        made = HfApi().create_repo(repository, private=private or None, exist_ok=True)
+        unwanted = [".*", "*/.*", *(f"*{kind}" for kind in PICKLES)]
+        HfApi().upload_folder(
+            repo_id=made.repo_id, folder_path=folder, ignore_patterns=unwanted, delete_patterns=[_WEIGHTS]
+        )
+    except Exception as error:  # of the network, or of the Hub
+        command = ["hf", "upload", repository, str(folder), ".", "--delete", _WEIGHTS, *["--private"] * private]
+        raise UploadError(
+            f"{folder} is complete, but was not uploaded to {repository} ({_first_line(error)}); to try again: "
+            f"{shlex.join(command)}"
+        ) from error
+    return str(made)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def is_local(name: Path | str) -> bool:
