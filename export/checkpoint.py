@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..hub import fetch
+from ..hub import Remote, fetch
 from ..quantizer.quantized import QuantizedWeight
 from .files import check_folder
 from .formats import Declared, Format, LayerSpec, declared_format, find_format
@@ -76,11 +76,12 @@ class Checkpoint:
         return bias
 
 
-def open_checkpoint(path: Path | str, *, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(path: Path | str, *, revision: str | None = None, weights: bool = True) -> Checkpoint:
     """Open the checkpoint in the directory `path`, checking configs, index, headers, shapes, dtypes and g_idx.
 
     A `path` that is the id of a model on the Hub is fetched into the Hub's cache, of the branch, tag or commit
-    `revision`.
+    `revision`. Without `weights`, tensors that are not in the cache yet are on the meta device, and g_idx is taken for
+    what the config declares.
 
     Raises:
         DatasetUnavailableError: There is no such directory, nor such a model on the Hub.
@@ -88,12 +89,13 @@ def open_checkpoint(path: Path | str, *, revision: str | None = None) -> Checkpo
             or the tensor.
         OSError: A file that cannot be read.
     """
-    path = fetch(path, revision)
+    name, path = str(path), fetch(path, revision, weights=weights)
+    remote = None if weights or Path(name).is_dir() else Remote(name, path.name)
     check_folder(path)
     model_config = read_json(path / "config.json")
     values = _quantization_config(path, model_config)
     declared = find_format(declared_format(values, str(path))).read_config(values, str(path))
-    tensors = Shards.of_folder(path, values.get("model_file_base_name"))
+    tensors = Shards.of_folder(path, values.get("model_file_base_name"), remote)
     layout = find_format(declared.format)
     layers: dict[str, LayerSpec] = {}
     for full_name in tensors.where:

@@ -75,7 +75,7 @@ def pack_layer(weight: QuantizedWeight, *, offset: int) -> dict[str, Tensor]:
 
 
 def layer_spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> LayerSpec:
-    """Return what a layer's tensors are; of their values only g_idx is read.
+    """Return what a layer's tensors are; of their values only g_idx is read, or on the meta device nothing.
 
     Raises:
         CheckpointError: A tensor is missing, or its dtype, shape or g_idx contradicts the config or the others.
@@ -114,22 +114,25 @@ def layer_spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> 
                 "again"
             )
     index = tensors.get("g_idx")
-    if index is None and groups > 1 and declared.desc_act and not declared.static_groups:
+    act_order = groups > 1 and declared.desc_act and not declared.static_groups
+    if index is None and act_order:
         raise CheckpointError(
             f"{name}.g_idx is missing; with desc_act it says to which group a column belongs. Fetch the files again"
         )
-    if index is not None and not 0 <= int(index.min()) <= int(index.max()) < groups:
-        raise CheckpointError(
-            f"{name}.g_idx spans {int(index.min())} ... {int(index.max())}; the layer has groups 0 ... {groups - 1}. "
-            "The file is damaged: fetch it again"
-        )
+    if index is not None and not index.is_meta:
+        if not 0 <= int(index.min()) <= int(index.max()) < groups:
+            raise CheckpointError(
+                f"{name}.g_idx spans {int(index.min())} ... {int(index.max())}; the layer has groups 0 ... "
+                f"{groups - 1}. The file is damaged: fetch it again"
+            )
+        act_order = not index.equal(_trivial_index(columns, size))
     return LayerSpec(
         in_features=columns,
         out_features=outputs,
         bits=bits,
         group_size=size,
         sym=sym,
-        act_order=index is not None and not index.equal(_trivial_index(columns, size)),
+        act_order=act_order,
     )
 
 

@@ -86,6 +86,8 @@ class CheckpointSummary:
 def inspect(path: Path | str, *, revision: str | None = None) -> CheckpointSummary:
     """Return what the checkpoint in `path`, a directory or an id on the Hub, is, without loading its weights.
 
+    Of a model on the Hub only configs and headers are fetched. Whether it is act-order is what it declares then.
+
     What other programs can load was found by running them or, for SGLang and the kernels of vLLM, by reading them:
     GPTQModel 7.5, transformers 5.23 with optimum 2.3, vLLM 0.32, SGLang, AutoGPTQ 0.7.1. vLLM and SGLang are meant on
     a GPU; on a CPU, vLLM serves 4 bits only. Kinds of models that were not tried count as not loaded.
@@ -94,7 +96,7 @@ def inspect(path: Path | str, *, revision: str | None = None) -> CheckpointSumma
         CheckpointError: The checkpoint is damaged, contradictory or of an unknown format.
         OSError: A file that cannot be read.
     """
-    checkpoint = open_checkpoint(path, revision=revision)
+    checkpoint = open_checkpoint(path, revision=revision, weights=False)
     declared, specs = checkpoint.declared, checkpoint.layers.values()
     keys = {f"{name}.{key}" for name in checkpoint.layers for key in checkpoint.format.suffixes}
     packed = [checkpoint.tensor(name) for name in checkpoint.tensors.where if name in keys]
