@@ -21,6 +21,9 @@ OTHERS = ("GPTQModel", TRANSFORMERS, "vLLM", "SGLang", "AutoGPTQ")
 
 Rules: TypeAlias = "list[tuple[Sequence[str], object, str]]"
 
+_MIXTURES = ("deepseek_v3", "gpt_oss", "mixtral", "phimoe", "qwen3_moe")
+"""Types of mixtures of experts that GPTQModel and vLLM were tried with."""
+
 _AMBIGUOUS = "refuses asymmetric version 1 files of other programs; convert to gptq_v2"
 _GROUPS_IN_ORDER = "rejects desc_act with groups; quantize with static_groups or act_group_aware"
 
@@ -150,8 +153,8 @@ def _rules(checkpoint: Checkpoint, skipped: Sequence[str]) -> Rules:
     by_gptqmodel = re.search(r"gptqmodel:(\d{1,9})\.(\d{1,9})", declared.writer or "", re.IGNORECASE)
     trusted = by_gptqmodel is not None and tuple(map(int, by_gptqmodel.groups())) >= (0, 9)
     untried = [str(name) for name in model.get("architectures") or () if not str(name).endswith("ForCausalLM")]
-    experts = any(".experts." in name for name in layers)
-    mixtral = any(".block_sparse_moe.experts." in name for name in layers)
+    kind, experts = model.get("model_type"), any(".experts." in name for name in layers)
+    renamed = any(".block_sparse_moe.experts." in name for name in layers)
     dtype = str(model.get("torch_dtype") or model.get("dtype")).removeprefix("torch.")
     size = declared.group_size
     mixed = any((spec.bits, spec.group_size) != (declared.bits, size or spec.in_features) for spec in specs)
@@ -168,9 +171,11 @@ def _rules(checkpoint: Checkpoint, skipped: Sequence[str]) -> Rules:
     odd, odd_for_vllm, unlike = _odd_size(layers, 32, 32), _odd_size(layers, 128, 64), _unlike(layers, skipped)
     return [
         (OTHERS, untried, f"was tried with causal language models only, not with {_listed(untried)}"),
-        (OTHERS[1:], experts, "was not tried with mixtures of experts"),
-        (("GPTQModel",), mixtral, "looks for experts under other names, mlp.experts.N.gate_proj and so on"),
-        (("GPTQModel",), model.get("model_type") == "gpt_oss", "computes other logits for this architecture"),
+        (("SGLang", "AutoGPTQ"), experts, "was not tried with mixtures of experts"),
+        (("GPTQModel", "vLLM"), experts and kind not in _MIXTURES, f"was not tried with the experts of {kind}"),
+        ((TRANSFORMERS,), experts, "leaves experts at random values; after `import gptqkit`, transformers loads them"),
+        (("GPTQModel",), renamed, "looks for experts under other names, mlp.experts.N.gate_proj and so on"),
+        (("vLLM",), experts and kind == "gpt_oss", "loads experts of gpt_oss in MXFP4 and floating point only"),
         (("GPTQModel",), v1 and not declared.sym and not trusted, _AMBIGUOUS),
         (("AutoGPTQ",), not v1, "reads version 2 as version 1 without notice, every zero off by one; convert to gptq"),
         ((TRANSFORMERS, "AutoGPTQ"), mixed, "knows one setting of bits and group size for all modules"),
