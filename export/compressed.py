@@ -89,9 +89,14 @@ def layer_spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> 
         raise CheckpointError(
             f"{name}.weight_zero_point is there, but the quantization config says symmetric; correct the config"
         )
-    if tuple(tensors["weight_shape"].shape) != (2,) or int(tensors["weight_shape"].min()) < 1:
+    shape = tensors["weight_shape"]
+    if shape.is_meta:  # only headers were fetched
+        rows, words = tensors["weight_packed"].shape
+        columns = tensors["weight_scale"].shape[1] * group_size if group_size else words * 32 // bits
+    elif tuple(shape.shape) != (2,) or int(shape.min()) < 1:
         raise CheckpointError(f"{name}.weight_shape is no shape (out, in); fetch the files again")
-    rows, columns = map(int, tensors["weight_shape"])
+    else:
+        rows, columns = map(int, shape)
     size = group_size or columns
     shapes = {
         "weight_packed": (rows, _words(columns, bits)),

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import CheckpointError, ConfigError, ConversionError, ShapeError
 from ..hub import fetch
 from ..quantizer.config import QuantizeConfig
+from .card import write_card
 from .checkpoint import REPORT, Checkpoint, check_written, matrices, open_checkpoint, write_report
 from .files import copy_beside
 from .formats import FORMATS, LayerSpec, find_format
@@ -67,6 +68,8 @@ def convert(
             part.unlink()
         _write_json(checkpoint, directory, format, layers)
         _verify(checkpoint, open_checkpoint(directory))
+        if (directory / REPORT).exists():
+            _write_report(directory, source, format)
 
 
 def _check(checkpoint: Checkpoint, format: str) -> None:  # noqa: A002
@@ -119,18 +122,23 @@ def _write_json(
 ) -> None:
     """Let every config say what the new files are; what the source says beside that stays."""
     report = read_json(directory / REPORT) if (directory / REPORT).exists() else {}
-    if report:
-        try:
-            report["config"]["format"] = format
-            write_report(directory, report)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{REPORT} is damaged ({error!r}); delete it, it is not needed") from error
     values = _quantization_config(checkpoint, report, format, layers)
     model_config = read_json(directory / "config.json")
     if isinstance(model_config.get("quantization_config"), dict):
         write_json(directory / "config.json", {**model_config, "quantization_config": values})
     if (directory / "quantize_config.json").exists() or "quantization_config" not in model_config:
         write_json(directory / "quantize_config.json", values)
+
+
+def _write_report(directory: Path, source: Path, format: str) -> None:  # noqa: A002
+    """Let report and model card name the new format."""
+    report = read_json(directory / REPORT)
+    try:
+        report["config"]["format"] = format
+        write_report(directory, report)
+        write_card(directory, source)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{REPORT} is damaged ({error!r}); delete it, it is not needed") from error
 
 
 def _quantization_config(

@@ -61,7 +61,7 @@ def pack_layer(weight: QuantizedWeight, *, offset: int) -> dict[str, Tensor]:
 
 
 def layer_spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> LayerSpec:
-    """Return what a layer's tensors are; of their values only g_idx is read.
+    """Return what a layer's tensors are; of their values only g_idx is read, or on the meta device nothing.
 
     Raises:
         CheckpointError: A tensor is missing, or its dtype, shape or g_idx contradicts the config or the others.

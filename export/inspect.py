@@ -6,9 +6,9 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from .checkpoint import Checkpoint, matrices, open_checkpoint
 from .formats import LayerSpec
@@ -19,8 +19,11 @@ TRANSFORMERS = "transformers"
 OTHERS = ("GPTQModel", TRANSFORMERS, "vLLM", "SGLang", "AutoGPTQ")
 """The readers that are known beside gptqkit; transformers with the packages that it asks for."""
 
-Rules = list[tuple[Sequence[str], object, str]]
+Rules: TypeAlias = "list[tuple[Sequence[str], object, str]]"
 """Readers, what stops them if it is true of the checkpoint, and how they put it."""
+
+_MIXTURES = ("deepseek_v3", "gpt_oss", "mixtral", "phimoe", "qwen3_moe")
+"""Types of mixtures of experts that GPTQModel and vLLM were tried with."""
 
 _AMBIGUOUS = "refuses asymmetric version 1 files of other programs; convert to gptq_v2"
 _GROUPS_IN_ORDER = "rejects desc_act with groups; quantize with static_groups or act_group_aware"
@@ -58,6 +61,7 @@ class CheckpointSummary:
         other_parameters: Number of all other parameters, biases included.
         packed_bytes: Size of the packed words, zeros, scales and g_idx.
         other_bytes: Size of all other tensors.
+        float_modules: Modules of the quantized blocks whose matrix is in floating point.
         bits_per_weight: packed_bytes * 8 / quantized_weights: the cost of groups included.
         readers: Which programs can load it, and why not.
     """
@@ -74,6 +78,7 @@ class CheckpointSummary:
     other_parameters: int
     packed_bytes: int
     other_bytes: int
+    float_modules: tuple[str, ...] = field(repr=False)
     bits_per_weight: float
     readers: tuple[Reader, ...]
 
@@ -85,6 +90,8 @@ class CheckpointSummary:
 def inspect(path: Path | str, *, revision: str | None = None) -> CheckpointSummary:
     """Return what the checkpoint in `path`, a directory or an id on the Hub, is, without loading its weights.
 
+    Of a model on the Hub only configs and headers are fetched. Whether it is act-order is what it declares then.
+
     What other programs can load was found by running them or, for SGLang and the kernels of vLLM, by reading them:
     GPTQModel 7.5, transformers 5.23 with optimum 2.3 and GPTQModel or with compressed-tensors 0.19, vLLM 0.32, SGLang,
     AutoGPTQ 0.7.1. vLLM and SGLang are meant on a GPU; on a CPU, vLLM serves 4 bits only. Kinds of models that were not
@@ -94,7 +101,7 @@ def inspect(path: Path | str, *, revision: str | None = None) -> CheckpointSumma
         CheckpointError: The checkpoint is damaged, contradictory or of an unknown format.
         OSError: A file that cannot be read.
     """
-    checkpoint = open_checkpoint(path, revision=revision)
+    checkpoint = open_checkpoint(path, revision=revision, weights=False)
     declared, specs = checkpoint.declared, checkpoint.layers.values()
     keys = {f"{name}.{key}" for name in checkpoint.layers for key in checkpoint.format.suffixes}
     packed = [checkpoint.tensor(name) for name in checkpoint.tensors.where if name in keys]
@@ -115,6 +122,7 @@ def inspect(path: Path | str, *, revision: str | None = None) -> CheckpointSumma
         other_parameters=sum(tensor.numel() for tensor in others),
         packed_bytes=packed_bytes,
         other_bytes=sum(tensor.nbytes for tensor in others),
+        float_modules=tuple(_skipped(checkpoint)),
         bits_per_weight=packed_bytes * 8 / weights,
         readers=tuple(
             Reader(name=name, loads=not reasons[name], reasons=tuple(reasons[name])) for name in ("gptqkit", *OTHERS)
@@ -137,14 +145,11 @@ def _common_rules(checkpoint: Checkpoint) -> Rules:
     """Return what holds for every format."""
     layers, model = checkpoint.layers, checkpoint.model_config
     untried = [str(name) for name in model.get("architectures") or () if not str(name).endswith("ForCausalLM")]
-    experts = any(".experts." in name for name in layers)
-    mixtral = any(".block_sparse_moe.experts." in name for name in layers)
+    experts = any(".experts." in name for name in layers) and checkpoint.declared.format not in ("gptq", "gptq_v2")
     unlike = _unlike(layers, _skipped(checkpoint))
     return [
         (OTHERS, untried, f"was tried with causal language models only, not with {_listed(untried)}"),
-        (OTHERS[1:], experts, "was not tried with mixtures of experts"),
-        (("GPTQModel",), mixtral, "looks for experts under other names, mlp.experts.N.gate_proj and so on"),
-        (("GPTQModel",), model.get("model_type") == "gpt_oss", "computes other logits for this architecture"),
+        (OTHERS, experts, "was not tried with mixtures of experts in this format"),
         (("vLLM", "SGLang"), unlike, f"needs the parts of {unlike} quantized alike"),
     ]
 
@@ -160,6 +165,8 @@ def _gptq_rules(checkpoint: Checkpoint) -> Rules:
     mixed = any((spec.bits, spec.group_size) != (declared.bits, size or spec.in_features) for spec in specs)
     bits, sizes, odd_sizes = _other_bits(layers), {_declared_group(spec) for spec in specs}, _other_sizes(layers)
     asymmetric, outside, skipped = _asymmetric(layers), _outside(layers), _skipped(checkpoint)
+    kind, experts = model.get("model_type"), any(".experts." in name for name in layers)
+    renamed = any(".block_sparse_moe.experts." in name for name in layers)
     groups = checkpoint.quantization_config.get("modules_in_block_to_quantize")
     groups = [group for group in groups if isinstance(group, list)] if isinstance(groups, list) else []
     listed = {str(inner) for group in groups for inner in group}
@@ -167,6 +174,11 @@ def _gptq_rules(checkpoint: Checkpoint) -> Rules:
     lacking = [name for name in layers if f"{name}.g_idx" not in checkpoint.tensors.where]
     odd, odd_for_vllm = _odd_size(layers, 32, 32), _odd_size(layers, 128, 64)
     return [
+        (("SGLang", "AutoGPTQ"), experts, "was not tried with mixtures of experts"),
+        (("GPTQModel", "vLLM"), experts and kind not in _MIXTURES, f"was not tried with the experts of {kind}"),
+        ((TRANSFORMERS,), experts, "leaves experts at random values; after `import gptqkit`, transformers loads them"),
+        (("GPTQModel",), renamed, "looks for experts under other names, mlp.experts.N.gate_proj and so on"),
+        (("vLLM",), experts and kind == "gpt_oss", "loads experts of gpt_oss in MXFP4 and floating point only"),
         (("GPTQModel",), v1 and not declared.sym and not trusted, _AMBIGUOUS),
         (("AutoGPTQ",), not v1, "reads version 2 as version 1 without notice, every zero off by one; convert to gptq"),
         ((TRANSFORMERS, "AutoGPTQ"), mixed, "knows one setting of bits and group size for all modules"),

@@ -101,7 +101,7 @@ def is_act_order(name: str, index: Tensor | None, columns: int, size: int, *, de
 
     Args:
         name: Of the tensor, for messages.
-        index: (columns,) int32; None where there is none.
+        index: (columns,) int32; None where there is none. One on the meta device is as declared.
         columns: Columns of the layer.
         size: Columns per group.
         declared: The config says that groups follow an order of their own.
@@ -116,6 +116,8 @@ def is_act_order(name: str, index: Tensor | None, columns: int, size: int, *, de
                 f"{name} is missing; with act-order it says to which group a column belongs. Fetch the files again"
             )
         return False
+    if index.is_meta:
+        return declared and groups > 1
     if not 0 <= int(index.min()) <= int(index.max()) < groups:
         raise CheckpointError(
             f"{name} spans {int(index.min())} ... {int(index.max())}; the layer has groups 0 ... {groups - 1}. "

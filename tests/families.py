@@ -219,10 +219,8 @@ def put_quantized(model, source, out, modules):
             stack = getattr(owner, "gate_up_proj" if half else matrix).data[int(number)]
             stack = stack.T if owner.is_transposed else stack
             rows = slice(None)
-            if half and owner.is_concatenated:
+            if half:
                 rows = slice(0, len(weight)) if matrix == "gate_proj" else slice(len(weight), None)
-            elif half:
-                rows = slice(int(matrix == "up_proj"), None, 2)
             stack[rows] = weight
         else:
             place.weight.data.copy_(weight.T if isinstance(place, Conv1D) else weight)

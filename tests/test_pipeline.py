@@ -112,8 +112,8 @@ def test_every_expert_is_solved_on_the_tokens_routed_to_it(name, method, padded,
         for part in ("gate_proj", "up_proj"):
             halves.append(inputs @ weight_of(f"{path}.{number}.{stored.get(part, part)}").T)
             if experts.has_bias:
-                halves[-1] += experts.gate_up_proj_bias[number][slice(part == "up_proj", None, 2)].detach()
-        return experts._apply_gate(torch.stack(halves, -1).flatten(-2) if experts.has_bias else torch.cat(halves, -1))
+                halves[-1] += experts.gate_up_proj_bias[number].detach().chunk(2)[part == "up_proj"]
+        return experts._apply_gate(torch.cat(halves, -1))
 
     for part in ("gate_proj", "up_proj", "down_proj"):
         inputs, floats = ([each[chosen] for chosen in rows] for each in (x, seen["float"][0]))

@@ -24,14 +24,17 @@ from .errors import ArchitectureError, CalibrationError, ConfigError, DoesNotFit
 from .evaluating import check_length, check_text_to_text, default_length, evaluate, is_encoder
 from .evaluation.config import Evaluation
 from .evaluation.perplexity import cut_windows
+from .export.card import HEAT_MAP, write_card
 from .export.checkpoint import REPORT, public_name, write_report
 from .export.shards import read_json, some
 from .export.staging import check_target
+from .hub import push
 from .identity import check_agreement, differences, identity_of
 from .job import Job, work_path
 from .loading import choose_device, load_tokenizer, open_tokenizer
 from .memory import estimate
 from .model import FloatModel
+from .page import report_png
 from .pipeline import Pipeline
 from .progress import ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
@@ -50,10 +53,12 @@ class QuantizeResult:
     Attributes:
         report: Settings, and per module the error, the error of plain rounding, damping and time.
         path: The checkpoint.
+        url: Where on the Hub it is; None where it was not uploaded.
     """
 
     report: QuantizationReport
     path: Path
+    url: str | None = None
 
 
 def quantize(
@@ -97,6 +102,7 @@ def quantize(
 
     Raises:
         DoesNotFitError: There is too little memory or disk, as estimated or in fact; the message names what would help.
+        UploadError: The checkpoint is complete, but the Hub did not take it.
         GptqkitError: Settings, text, model or files that do not fit; see `errors`.
     """
     config, run, out = settings_of(QuantizeConfig, config or {}), settings_of(Run, run or {}), Path(out)
@@ -109,7 +115,7 @@ def quantize(
                 done = _finished(out, config, name)
             done = processes.gather(done)[0]
             if done is not None:
-                return QuantizeResult(done, out)
+                return QuantizeResult(done, out, _pushed(out, run, processes))
         with processes.together():
             if not (run.resume and work_path(out).exists()):
                 check_target(out, overwrite=run.overwrite)
@@ -141,9 +147,20 @@ def quantize(
                         scores = evaluate(staged, text, how, progress=progress).to_dict()
                         report = replace(report, perplexity=[{"dataset": public_name(evaluate_on), **scores}])
                     write_report(staged, report.to_dict())
+                    if any(row.layer is not None and row.error is not None for row in report.modules):
+                        (staged / HEAT_MAP).write_bytes(report_png(staged))
+                    write_card(staged, source.path)
                     job.publish(staged)
-        report = processes.gather(report)[0]
-    return QuantizeResult(report, out)
+        return QuantizeResult(processes.gather(report)[0], out, _pushed(out, run, processes))
+
+
+def _pushed(out: Path, run: Run, processes: Processes) -> str | None:
+    """Upload the finished checkpoint where that is wanted, and return its address."""
+    if run.push_to_hub is None:
+        return None
+    with processes.together():
+        url = push(out, run.push_to_hub, private=run.private) if processes.rank == 0 else ""
+    return processes.gather(url)[0]
 
 
 def _calibration(given: Any, config: QuantizeConfig) -> Calibration | None:

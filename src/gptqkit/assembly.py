@@ -103,7 +103,8 @@ def assemble(
     if model.passthrough:
         quantization.setdefault("meta", {})["passthrough_tensors"] = model.passthrough
     own = model.model
-    model_config = {**json.loads(own.config.to_json_string()), "architectures": [type(own).__name__]}
+    model_config = json.loads(own.config.to_json_string())
+    model_config["architectures"] = model_config.get("architectures") or [type(own).__name__]
     generation = json.loads(own.generation_config.to_json_string()) if own.can_generate() else None
     write_configs(directory, quantization, model_config, generation, tokenizer)
     model.copy_files(directory)

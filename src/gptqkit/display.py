@@ -144,6 +144,7 @@ def checkpoint_summary(summary: Mapping[str, Any]) -> str:
     for key in ("bits", "group_sizes"):
         kinds = {"per row" if value == -1 else value: layers for value, layers in summary[key].items()}
         shown[key] = ", ".join(f"{kind} ({layers} layers)" for kind, layers in kinds.items())
+    shown["float_modules"] = _names(summary.get("float_modules") or ())
     shown["readers"] = {each["name"]: "; ".join(each["reasons"]) for each in summary["readers"]}
     shown["readers"] = {name: f"no: {reasons}" if reasons else "yes" for name, reasons in shown["readers"].items()}
     return key_values(shown)

@@ -295,7 +295,7 @@ def open_tokenizer(tokenizer: Any, *, trust_remote_code: bool = False) -> Any:
     """
     if not isinstance(tokenizer, (str, Path)):
         return tokenizer
-    found = load_tokenizer(fetch(tokenizer, weights=False), trust_remote_code=trust_remote_code)
+    found = load_tokenizer(fetch(tokenizer, weights=False, tokenizer=True), trust_remote_code=trust_remote_code)
     if found is None:
         raise DatasetUnavailableError(f"{tokenizer} holds no tokenizer; give a folder with tokenizer.json")
     return found

@@ -72,6 +72,12 @@ class MemoryEstimate:
     source_bytes: int
     output_bytes: int
 
+    def __repr__(self) -> str:
+        found = {name: self.available[name] for name in self.needs}
+        there = {name: "an unknown size" if size is None else size_text(size) for name, size in found.items()}
+        shown = ", ".join(f"{name}: {size_text(self.total(name))} of {size}" for name, size in there.items())
+        return f"MemoryEstimate({shown}, blocks={self.blocks}, activations={self.activations!r})"
+
     def total(self, name: str) -> int:
         """Return all that is needed of "RAM", "GPU memory" or "disk"."""
         return sum(self.needs[name].values())

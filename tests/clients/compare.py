@@ -26,7 +26,15 @@ import torch
 from agreement import BFLOAT16_FACTOR, HALF_FACTOR, Reading, compare, read
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DeepseekV3Config,
+    GptOssConfig,
+    MixtralConfig,
+    PhimoeConfig,
+    Qwen3MoeConfig,
+)
 
 from gptqkit import open_checkpoint
 
@@ -67,8 +75,19 @@ OURS = {
     "w2-g64-asym-ct": "--bits 2 --group-size 64 --asym --format compressed-tensors",
 }
 
-# A tiny random mixture of experts, with one matrix per expert in the names of its source's files.
-MIXTURE = "w4-g32-sym-experts-v1"
+# Tiny random mixtures of experts: the configuration's class, and what is of its own in it.
+MIXTURES: dict[str, tuple[type, dict[str, object]]] = {
+    "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 4, "moe_intermediate_size": 128, "head_dim": 32}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "head_dim": 32}),
+    "gpt_oss": (GptOssConfig, {"num_local_experts": 4, "head_dim": 32, "sliding_window": 64}),
+    "phimoe": (PhimoeConfig, {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True}),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 128, "topk_method": "noaux_tc"}
+        | {"first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64}
+        | {"qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32},
+    ),
+}
 MIXTURE_FLAGS = "--bits 4 --group-size 32 --sym --format gptq"
 
 # Copies of these get random bits for codes and zeros, so that every pattern is decoded.
@@ -124,7 +143,10 @@ GPTQMODEL_VARIABLES = {
     "GPTQMODEL_CPU_WORKERS": "2",  # with OMP_NUM_THREADS=1 it counts too few for its own thread pool
 }
 # Asymmetric version 1 files are ambiguous: old writers disagreed about them. Version 2 is the remedy.
-GPTQMODEL_REFUSALS = {"-asym-.*v1": r"sym=False model with format=.*only supported if produced by gptqmodel"}
+GPTQMODEL_REFUSALS = {
+    "-asym-.*v1": r"sym=False model with format=.*only supported if produced by gptqmodel",
+    "-experts-(mixtral|phimoe)-": r"Missing required quantized weights .*mlp\.experts\.0\.down_proj\.qweight",
+}
 # Their choice for 4 bits on the CPU, torch's int4pack in bfloat16, has no groups of other sizes.
 INT4PACK_REFUSALS = {"^w4-row-": r"_weight_int4pack_mm_cpu: expect qGroupSize to be"}
 GPTQMODEL = Client(
@@ -137,6 +159,25 @@ GPTQMODEL = Client(
     refusals=GPTQMODEL_REFUSALS,
 )
 TRANSFORMERS = replace(GPTQMODEL, script="transformers_client.py", reads="^(?!.*-experts-).*-v[12]", refusals={})
+AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()  # which its experts on CPUs need
+VLLM = Client(
+    environment="vllm",
+    script="vllm_client.py",
+    reads="^(?!.*-experts-)",
+    variables={
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # another process would hide the messages
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    },
+    refusals={
+        "^w[23]-.*-v|-asym-.*v": r"Unsupported quantization config: bits=\d, sym=",
+        "-act-order-": r"desc_act=True\) is no longer supported",
+        "-experts-" + ("(deepseek_v3|gpt_oss)-" if AMX else ""): r"No WNA16 MoE backend supports",  # on CPUs
+        "^w8-.*-v": r"Marlin does not support weight_bits = uint8b128",  # on GPUs it serves 8 bits
+        "^w[238]-.*-ct|-w8-.*-ct": r"Failed to find a kernel that can implement the WNA16 linear layer",
+    },
+)
 CHOICE = {"kernel": None, "exact": False, "factor": BFLOAT16_FACTOR, "reads": "^w4-(?!.*-experts-).*-v[12]"}
 CLIENTS = {
     "GPTQModel, torch kernel": GPTQMODEL,
@@ -153,23 +194,9 @@ CLIENTS = {
         variables={},
         refusals={},
     ),
-    "vLLM": Client(
-        environment="vllm",
-        script="vllm_client.py",
-        reads="^(?!.*-experts-)",  # for mixtures it has no 4-bit backend on CPUs
-        variables={
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # another process would hide the messages
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
-        },
-        refusals={
-            "^w[23]-.*-v|-asym-.*v": r"Unsupported quantization config: bits=\d, sym=",
-            "-act-order-": r"desc_act=True\) is no longer supported",
-            "^w8-.*-v": r"Marlin does not support weight_bits = uint8b128",  # on GPUs it serves 8 bits
-            "^w[238]-.*-ct|-w8-.*-ct": r"Failed to find a kernel that can implement the WNA16 linear layer",
-        },
-    ),
+    "vLLM": VLLM,
+    # Its experts on CPUs work with 8-bit activations; PhiMoE's routing has steps, which those cross.
+    "vLLM, experts": replace(VLLM, reads="-experts-(?!phimoe)", factor=BFLOAT16_FACTOR),
 }
 
 # Programs that quantize, where they run and what runs them there.
@@ -193,8 +220,9 @@ def main() -> int:
 
     chosen = {name: flags for name, flags in OURS.items() if re.search(arguments.only, name)}
     ours = [write_one(work, calibration, MODEL, name, flags) for name, flags in chosen.items()]
-    if re.search(arguments.only, MIXTURE):
-        ours.append(write_mixture(work, calibration))
+    ours += [
+        write_mixture(work, calibration, kind) for kind in MIXTURES if re.search(arguments.only, f"experts-{kind}")
+    ]
     tampered = [change_one_code(work / "ours" / name, work / f"{TAMPERED}{name}") for name in chosen if name in CHANGED]
     readings = {path.name: read(path, input_ids) for path in (*ours, *tampered)}
     scrambled = [
@@ -258,23 +286,24 @@ def write_one(work: Path, calibration: Path, model: str | Path, name: str, flags
     return path
 
 
-def write_mixture(work: Path, calibration: Path) -> Path:
+def write_mixture(work: Path, calibration: Path, kind: str) -> Path:
     """A checkpoint of ours of a mixture of experts, made of random weights on the spot."""
-    folder = work / "mixture"
+    folder, (configuration, own) = work / "mixtures" / kind, MIXTURES[kind]
     if not folder.exists():
         torch.manual_seed(0)
         tokenizer = AutoTokenizer.from_pretrained(MODEL)
-        sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64, "head_dim": 32}
-        counts = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4}
-        limits = {"vocab_size": len(tokenizer), "num_experts_per_tok": 2, "max_position_embeddings": 512}
-        config = Qwen3MoeConfig(**sizes, **counts, **limits)
-        model = Qwen3MoeForCausalLM(config)
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.data.normal_(std=0.06)
+        sizes = {"hidden_size": 128, "intermediate_size": 128, "max_position_embeddings": 512}
+        counts = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+        config = configuration(**{"vocab_size": len(tokenizer), **sizes, **counts, **own})
+        model = AutoModelForCausalLM.from_config(config)
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:  # routers are decided, so that rounding seldom takes a token to another expert
+                parameter.data.normal_(std=1 if re.search(r"router|\bgate\.", name) else 0.06)
         model.half().save_pretrained(folder)
+        file = folder / "config.json"  # the class as PhiMoE's files and vLLM call it
+        file.write_text(file.read_text().replace("PhimoeForCausalLM", "PhiMoEForCausalLM"))
         tokenizer.save_pretrained(folder)
-    return write_one(work, calibration, folder, MIXTURE, MIXTURE_FLAGS)
+    return write_one(work, calibration, folder, f"w4-g32-sym-experts-{kind}-v1", MIXTURE_FLAGS)
 
 
 def change_one_code(source: Path, target: Path) -> Path:

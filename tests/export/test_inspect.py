@@ -140,10 +140,30 @@ def test_kinds_of_models_that_were_not_tried_are_not_promised(material, tmp_path
     others = {"GPTQModel", "transformers", "vLLM", "SGLang", "AutoGPTQ"}
     made = material(format="gptq")
     made.weights["model.layers.0.mlp.experts.0.gate_proj"] = made.weights["model.layers.0.self_attn.q_proj"]
-    assert refusals(made.write(tmp_path / "mixture")).keys() == others - {"GPTQModel"}
-    made.weights["model.layers.0.block_sparse_moe.experts.0.w1"] = made.weights["model.layers.0.self_attn.q_proj"]
-    assert "under other names" in refusals(made.write(tmp_path / "mixtral"))["GPTQModel"]
+    found = refusals(made.write(tmp_path / "mixture"))
+    assert found.keys() == others
+    assert "not tried with the experts of llama" in found["GPTQModel"]
+    assert "leaves experts at random values" in found["transformers"]
     made.model_config["architectures"] = ["LlavaForConditionalGeneration"]
     reasons = refusals(made.write(tmp_path / "composite"))
     assert reasons.keys() == others
     assert all("not with LlavaForConditionalGeneration" in each for each in reasons.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "experts", "loads"),
+    [
+        ("qwen3_moe", "mlp.experts.0.gate_proj", {"GPTQModel", "vLLM"}),
+        ("deepseek_v3", "mlp.experts.0.gate_proj", {"GPTQModel", "vLLM"}),
+        ("gpt_oss", "mlp.experts.0.gate_proj", {"GPTQModel"}),
+        ("mixtral", "block_sparse_moe.experts.0.w1", {"vLLM"}),
+        ("phimoe", "block_sparse_moe.experts.0.w1", {"vLLM"}),
+    ],
+)
+def test_readers_of_mixtures_of_experts(material, tmp_path, kind, experts, loads):
+    """As `make clients` shows of small ones."""
+    made = material(format="gptq")
+    made.model_config["model_type"] = kind
+    made.weights = {f"model.layers.{n}.{experts}": random_weight(rows=64, columns=128, sym=True) for n in range(2)}
+    others = {"GPTQModel", "transformers", "vLLM", "SGLang", "AutoGPTQ"}
+    assert refusals(made.write(tmp_path / "out")).keys() == others - loads
