@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from .export.checkpoint import Checkpoint as Checkpoint
     from .export.checkpoint import open_checkpoint as open_checkpoint
     from .export.convert import convert as convert
+    from .export.difference import LayerDifference as LayerDifference
+    from .export.difference import diff as diff
     from .export.inspect import CheckpointSummary as CheckpointSummary
     from .export.inspect import inspect as inspect
     from .loading import load as load
@@ -53,8 +55,10 @@ if TYPE_CHECKING:
     from .quantizer.config import ModuleOverride as ModuleOverride
     from .quantizer.config import QuantizeConfig as QuantizeConfig
     from .quantizer.quantized import QuantizedWeight as QuantizedWeight
+    from .report import BlockReport as BlockReport
     from .report import ModuleReport as ModuleReport
     from .report import QuantizationReport as QuantizationReport
+    from .report import TuningReport as TuningReport
     from .run import Run as Run
 
 _HOMES = {
@@ -71,6 +75,7 @@ _HOMES = {
     "evaluation.embeddings": "EmbeddingScores",
     "export.checkpoint": "Checkpoint open_checkpoint",
     "export.convert": "convert",
+    "export.difference": "LayerDifference diff",
     "export.inspect": "CheckpointSummary inspect",
     "loading": "load",
     "memory": "MemoryEstimate plan",
@@ -78,7 +83,7 @@ _HOMES = {
     "progress": "Progress",
     "quantizer.config": "ModuleOverride QuantizeConfig",
     "quantizer.quantized": "QuantizedWeight",
-    "report": "ModuleReport QuantizationReport",
+    "report": "BlockReport ModuleReport QuantizationReport TuningReport",
     "run": "Run",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -28,6 +28,7 @@ from .display import (
     ProgressDisplay,
     checkpoint_summary,
     comparison_table,
+    difference_table,
     key_values,
     plan_summary,
     quantization_summary,
@@ -160,6 +161,11 @@ def _add_readers(commands: Any) -> None:
     look.add_argument("checkpoint", metavar="CHECKPOINT", help=QUANTIZED)
     look.add_argument("--revision", metavar="NAME", help=REVISION)
     look.add_argument("--json", action="store_true", help="print JSON")
+
+    diff = _add_command(commands, _diff, "show which layers of two checkpoints of one model differ, and how far")
+    diff.add_argument("first", metavar="A", help=QUANTIZED)
+    diff.add_argument("second", metavar="B", help=QUANTIZED)
+    diff.add_argument("--json", action="store_true", help="print JSON")
 
     convert = _add_command(commands, _convert, "write a checkpoint in another format, exactly or not at all")
     convert.add_argument("source", metavar="IN", help=QUANTIZED)
@@ -349,6 +355,13 @@ def _report(arguments: argparse.Namespace) -> None:
     for file, data in files.items():
         file.write_bytes(data)
         print(f"written to {file}")
+
+
+def _diff(arguments: argparse.Namespace) -> None:
+    import gptqkit
+
+    rows = [difference.to_dict() for difference in gptqkit.diff(arguments.first, arguments.second)]
+    print(json.dumps(rows, indent=2) if arguments.json else difference_table(rows))
 
 
 def _inspect(arguments: argparse.Namespace) -> None:

@@ -184,10 +184,26 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> str:
     measured = ("perplexity", "kl_divergence", "top1_agreement", "cosine", "lowest_cosine", "rank_agreement")
     keys = ["size", "bits_per_weight", *measured]
     keys = ["checkpoint", *(key for key in keys if any(row.get(key) is not None for row in rows))]
+    shown = [{**row, "size": None if row.get("size") is None else size_text(row["size"])} for row in rows]
+    return _table(shown, keys)
+
+
+def difference_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the layers that differ (`LayerDifference.to_dict()`) as a table.
+
+    >>> print(difference_table([{"name": "lm_head", "first": "float16 (8, 8)", "second": None}]))
+    name               first   second
+    lm_head   float16 (8, 8)        -
+    >>> print(difference_table([]))
+    nothing differs
+    """
+    optional = [key for key in ("codes", "scales", "distance") if any(row.get(key) is not None for row in rows)]
+    return _table(rows, ["name", "first", "second", *optional]) if rows else "nothing differs"
+
+
+def _table(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> str:
     lines = [[key.replace("_", " ") for key in keys]]
-    for row in rows:
-        shown = {**row, "size": None if row.get("size") is None else size_text(row["size"])}
-        lines.append(["-" if shown.get(key) is None else _text(shown[key]) for key in keys])
+    lines += [["-" if row.get(key) is None else _text(row[key]) for key in keys] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         f"{name:{widths[0]}}" + "".join(f"   {text:>{width}}" for text, width in zip(texts, widths[1:], strict=True))
