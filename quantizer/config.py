@@ -58,6 +58,8 @@ class QuantizeConfig:
     Attributes:
         bits: Bits per weight.
         group_size: Input columns that share a scale and a zero point; -1 for one group per row.
+        target_bits: Bits per weight on average, scales and zero points included, such as 3.25: the parts of every block
+            get 2, 3, 4 or 8 bits, where they matter most, but for modules that have an override.
         sym: Symmetric or asymmetric grids: the zero point is fixed at 2^(bits-1), or chosen for every group.
         quality: "fast" solves every layer with gptq; "balanced" is gptaq with simulated grids and 40 steps of learned
             rounding per block; "best" takes 150 steps and tunes the scales of the whole model. Each sets `method`,
@@ -103,6 +105,7 @@ class QuantizeConfig:
 
     bits: int = field(default=4, metadata={"choices": BITS})
     group_size: int | None = 128
+    target_bits: float | None = None
     sym: bool = field(default=True, metadata={"off": "asym"})
     quality: str = field(default="fast", metadata={"choices": QUALITIES})
     method: str = field(default=_BY_QUALITY, metadata={"choices": METHODS})
@@ -148,6 +151,8 @@ class QuantizeConfig:
             raise ConfigError(f"alpha is {self.alpha}; it must lie between 0 and 1 (0.25 is published)")
         if self.learn_iterations < 0:
             raise ConfigError(f"learn_iterations is {self.learn_iterations}; give 0 for none, or such as 40 or 200")
+        if self.target_bits is not None and not 2 < self.target_bits < 9:
+            raise ConfigError(f"target_bits is {self.target_bits}; give an average between 2 and 9, such as 3.25")
         if self.tune_epochs < 0:
             raise ConfigError(f"tune_epochs is {self.tune_epochs}; give 0 for none, or such as 2")
         if self.block_size < 1:

@@ -89,7 +89,8 @@ class Method:
 
 def needs_calibration(config: Any) -> bool:
     """Whether the settings of a QuantizeConfig can do nothing without calibration text."""
-    return bool(find_method(config.method).needs or config.learn_iterations or config.tune_epochs)
+    learned = config.learn_iterations or config.tune_epochs or config.target_bits
+    return bool(find_method(config.method).needs or learned)
 
 
 def pairs_models(config: Any) -> bool:

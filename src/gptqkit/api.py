@@ -41,6 +41,7 @@ from .quantizer.config import QuantizeConfig
 from .quantizer.methods import needs_calibration
 from .report import QuantizationReport
 from .run import Run
+from .sensitivity import with_chosen_bits
 from .settings import settings_of
 
 _LOG = logging.getLogger("gptqkit")
@@ -126,10 +127,9 @@ def quantize(
             samples = None if calibration is None else _samples(source, calibration, tokenizer)
             length = default_length(source.model) if samples is None else samples.input_ids.shape[1]
             text = None if evaluate_on is None else _text(source, evaluate_on, tokenizer, length)
-            if config.tune_epochs and is_encoder(source.model, source.path):
-                raise ConfigError(
-                    f"{type(source.model).__name__} predicts no tokens to tune scales on; use tune_epochs=0"
-                )
+            _check_predicts(source, config)
+        if config.target_bits is not None and samples is not None:
+            config = with_chosen_bits(source, samples, config, processes, run, progress)
         identity = identity_of(source, config, samples, run.batch_size, processes.device)
         check_agreement(processes, identity)
         with Job(out, identity, processes, resume=run.resume, overwrite=run.overwrite) as job:
@@ -213,6 +213,8 @@ def _finished(out: Path, config: QuantizeConfig, name: str) -> QuantizationRepor
     if work_path(out).exists() or not (out / REPORT).exists():
         return None
     report = QuantizationReport.from_dict(read_json(out / REPORT))
+    if config.target_bits is not None:
+        config = replace(config, overrides=report.config.overrides)  # these were chosen
     before = {"model": report.model, "config": report.config.to_dict()}
     different = differences(before, {"model": name, "config": config.to_dict()})
     if different:

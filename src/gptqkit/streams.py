@@ -258,9 +258,10 @@ class Streams:
         lost, whole = (each.masked_fill(apart, 0).square().sum() for each in (states.float() - expected, expected))
         return lost, whole
 
-    def first_sample(self, layer: int) -> Callable[[nn.Module], Tensor]:
-        """Return what runs block `layer`, or another in its place, on the first sample."""
-        return partial(self._run, self._call(range(1), layer), self._read("hidden", range(1), layer))
+    def first_samples(self, layer: int, count: int = 1) -> Callable[[nn.Module], Tensor]:
+        """Return what runs block `layer`, or another in its place, on the first samples."""
+        first = self.batches.mine[:count]
+        return partial(self._run, self._call(first, layer), self._read("hidden", first, layer))
 
     def _capture(
         self, batch: range, layer: int, leaders: Sequence[Target], twin: nn.Module | None

@@ -1,0 +1,67 @@
+"""Bits go where they matter, within the size asked for; what shares an input has the same."""
+
+import re
+
+import pytest
+import torch
+
+from gptqkit import QuantizeConfig, inspect, load
+from gptqkit.errors import ConfigError
+from support.models import build, samples
+from support.pipeline import outputs, quantize, weights
+
+
+def loud():
+    """A model whose second block has weights that hardly do anything."""
+    model = build("qwen2")
+    for name, parameter in model.model.layers[1].named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.data.mul_(1e-3)
+    return model
+
+
+@pytest.mark.parametrize("target", [2.9, 3.6, 4.9])
+def test_bits_go_where_they_matter(tmp_path, target):
+    model = loud()
+    quantize(model, tmp_path / "out", samples(32), bits=3, target_bits=target)
+    found = weights(tmp_path / "out")
+    stored = sum(
+        weight.codes.numel() * (weight.bits + (16 + weight.bits) / weight.group_size) for weight in found.values()
+    )
+    assert target - 0.5 < stored / sum(weight.codes.numel() for weight in found.values()) <= target
+    mean = [sum(weight.bits for name, weight in found.items() if f"layers.{block}." in name) / 7 for block in range(2)]
+    assert mean[0] > mean[1]
+    for inputs in ("[qkv]_proj", "(gate|up)_proj"):
+        for block in range(2):
+            kinds = {
+                weight.bits for name, weight in found.items() if re.search(rf"layers\.{block}\..*\.{inputs}$", name)
+            }
+            assert len(kinds) == 1
+
+
+def test_chosen_bits_lose_less_than_the_same_for_all(tmp_path):
+    model = loud()
+    with torch.no_grad():
+        expected = outputs(model)
+    uniform = 3 + 19 / 32
+    lost = []
+    for name, settings in (("uniform", {}), ("chosen", {"target_bits": uniform})):
+        quantize(model, tmp_path / name, samples(32), bits=3, **settings)
+        lost.append(float((outputs(load(tmp_path / name, device="cpu")[0]) - expected).norm()))
+    assert lost[1] < 0.8 * lost[0]
+
+
+def test_overrides_stand_and_a_finished_job_is_known_again(tmp_path):
+    model, settings = loud(), {"bits": 3, "target_bits": 3.3, "overrides": {"o_proj": {"bits": 8}}}
+    report = quantize(model, tmp_path / "out", samples(8), **settings).report
+    assert {module.bits for module in report.modules if "o_proj" in module.name} == {8}
+    assert inspect(tmp_path / "out").bits.keys() >= {8}
+    again = quantize(model, tmp_path / "out", samples(8), **settings, run={"resume": True}).report
+    assert again.config == report.config
+
+
+def test_what_cannot_be_chosen(tmp_path):
+    with pytest.raises(ConfigError, match="target_bits"):
+        QuantizeConfig(target_bits=1.5)
+    with pytest.raises(ConfigError, match="one setting"):
+        quantize(build("qwen2"), tmp_path / "out", bits=4, format="awq", target_bits=3.5)
