@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import ConversionError
 from ..quantizer.quantized import QuantizedWeight
 from ..quantizer.superblock import Float16Offset, TwoLevel
+from .recipes import GRIDS
 
 _ROWS = 4096  # encoded at a time
 
@@ -41,7 +42,7 @@ class BlockType:
     group_size: int
     sym: bool
     fields: dict[str, int]
-    snap: Float16Offset | TwoLevel = Float16Offset()
+    snap: Float16Offset | TwoLevel
 
     @property
     def columns(self) -> int:
@@ -54,61 +55,36 @@ class BlockType:
         return sum(self.fields.values())
 
 
-_QS4 = {"qs": 16}
+_FIELDS = {
+    "q4_0": (2, {"d": 2, "qs": 16}),
+    "q4_1": (3, {"d": 2, "m": 2, "qs": 16}),
+    "q5_0": (6, {"d": 2, "qh": 4, "qs": 16}),
+    "q5_1": (7, {"d": 2, "m": 2, "qh": 4, "qs": 16}),
+    "q8_0": (8, {"d": 2, "qs": 32}),
+    "q2_k": (10, {"scales": 16, "qs": 64, "d": 2, "m": 2}),
+    "q3_k": (11, {"qh": 32, "qs": 64, "scales": 12, "d": 2}),
+    "q4_k": (12, {"d": 2, "m": 2, "scales": 12, "qs": 128}),
+    "q5_k": (13, {"d": 2, "m": 2, "scales": 12, "qh": 32, "qs": 128}),
+    "q6_k": (14, {"qs": 128, "qh": 64, "scales": 16, "d": 2}),
+}
+_SNAPS = {
+    "q2_k": TwoLevel((0, 15), 15),
+    "q3_k": TwoLevel((-32, 31)),
+    "q4_k": TwoLevel((0, 63), 63),
+    "q5_k": TwoLevel((0, 63), 63),
+    "q6_k": TwoLevel((-128, 127)),
+}
 BLOCKS = {
-    kind.name: kind
-    for kind in (
-        BlockType(name="q4_0", number=2, bits=4, group_size=32, sym=True, fields={"d": 2, "qs": 16}),
-        BlockType(name="q4_1", number=3, bits=4, group_size=32, sym=False, fields={"d": 2, "m": 2, "qs": 16}),
-        BlockType(name="q5_0", number=6, bits=5, group_size=32, sym=True, fields={"d": 2, "qh": 4, "qs": 16}),
-        BlockType(name="q5_1", number=7, bits=5, group_size=32, sym=False, fields={"d": 2, "m": 2, "qh": 4, "qs": 16}),
-        BlockType(name="q8_0", number=8, bits=8, group_size=32, sym=True, fields={"d": 2, "qs": 32}),
-        BlockType(
-            name="q2_k",
-            number=10,
-            bits=2,
-            group_size=16,
-            sym=False,
-            fields={"scales": 16, "qs": 64, "d": 2, "m": 2},
-            snap=TwoLevel((0, 15), 15),
-        ),
-        BlockType(
-            name="q3_k",
-            number=11,
-            bits=3,
-            group_size=16,
-            sym=True,
-            fields={"qh": 32, "qs": 64, "scales": 12, "d": 2},
-            snap=TwoLevel((-32, 31)),
-        ),
-        BlockType(
-            name="q4_k",
-            number=12,
-            bits=4,
-            group_size=32,
-            sym=False,
-            fields={"d": 2, "m": 2, "scales": 12, "qs": 128},
-            snap=TwoLevel((0, 63), 63),
-        ),
-        BlockType(
-            name="q5_k",
-            number=13,
-            bits=5,
-            group_size=32,
-            sym=False,
-            fields={"d": 2, "m": 2, "scales": 12, "qh": 32, "qs": 128},
-            snap=TwoLevel((0, 63), 63),
-        ),
-        BlockType(
-            name="q6_k",
-            number=14,
-            bits=6,
-            group_size=16,
-            sym=True,
-            fields={"qs": 128, "qh": 64, "scales": 16, "d": 2},
-            snap=TwoLevel((-128, 127)),
-        ),
+    name: BlockType(
+        name=name,
+        number=number,
+        bits=GRIDS[name][0],
+        group_size=GRIDS[name][1],
+        sym=GRIDS[name][2],
+        fields=fields,
+        snap=_SNAPS.get(name, Float16Offset()),
     )
+    for name, (number, fields) in _FIELDS.items()
 }
 """Every block type that is written and read here, by name."""
 
@@ -155,7 +131,7 @@ def decode(kind: BlockType, blocks: Tensor) -> QuantizedWeight:
     rows = blocks.shape[0]
     columns = blocks.shape[1] // kind.size * kind.columns
     sizes = list(kind.fields.values())
-    fields = dict(zip(kind.fields, blocks.reshape(-1, kind.size).split(sizes, dim=1), strict=True))
+    fields = dict(zip(kind.fields, torch.split(blocks.reshape(-1, kind.size), sizes, dim=1), strict=True))
     scale, offset = _decode_grids(kind, fields)
     return QuantizedWeight(
         codes=_decode_codes(kind, fields).view(rows, columns),
@@ -203,7 +179,9 @@ def _encode_grids(kind: BlockType, scale: Tensor, offset: Tensor) -> dict[str, T
     """Return d, m and scales of blocks from the scales and offsets of their groups, (blocks, groups)."""
     if not isinstance(kind.snap, TwoLevel):
         found = {"d": scale.half()} if kind.sym else {"d": scale.half(), "m": offset.half()}
-        exact = all(torch.equal(found[name].float(), each) for name, each in (("d", scale), ("m", offset)) if name in found)
+        exact = all(
+            torch.equal(found[name].float(), each) for name, each in (("d", scale), ("m", offset)) if name in found
+        )
         return {name: each.contiguous().view(torch.uint8) for name, each in found.items()} if exact else None
     scales = _factors(scale, *kind.snap.scales)
     offsets = None if kind.sym else _factors(-offset, 0, kind.snap.offsets)
@@ -281,7 +259,8 @@ def _split(packed: Tensor, shape: tuple[int, int, int], bits: int) -> Tensor:
     """Return what `_join` joined, (blocks, values)."""
     pieces = packed.reshape(-1, shape[0], 1, shape[2])
     shifts = torch.arange(0, bits * shape[1], bits, dtype=torch.uint8, device=packed.device)
-    return (pieces >> shifts.view(1, 1, -1, 1) & 2**bits - 1).flatten(1)
+    values: Tensor = pieces >> shifts.view(1, 1, -1, 1) & 2**bits - 1
+    return values.flatten(1)
 
 
 def _factors(values: Tensor, least: int, most: int) -> tuple[Tensor, Tensor] | None:

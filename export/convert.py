@@ -58,13 +58,16 @@ def convert(
     if checkpoint.declared.format == format:
         raise ConversionError(f"{source} is {format} already; there is nothing to convert")
     with staged(target, overwrite=overwrite) as directory:
-        copy_beside(source, directory, leave=(".safetensors", ".safetensors.index.json"))
+        copy_beside(source, directory, leave=(".safetensors", ".safetensors.index.json", ".gguf"))
         parts = write_files(directory / ".part", _tensors(checkpoint, format), min(shard_size, _PART_BYTES))
         join_files(parts, directory, shard_size)
         for part in parts:
             part.unlink()
         _write_json(checkpoint, directory, format)
         _verify(checkpoint, open_checkpoint(directory))
+        finish = find_format(format).finish
+        if finish is not None:
+            finish(directory)
 
 
 def _tensors(checkpoint: Checkpoint, format: str) -> Iterator[tuple[str, Tensor]]:  # noqa: A002
@@ -111,7 +114,8 @@ def _quantization_config(checkpoint: Checkpoint, report: Mapping[str, Any], form
             config = QuantizeConfig.from_dict(asked)
     write, floats = find_format(format).write_config, matrices(checkpoint.other_names, checkpoint.tensors)
     values, old = (
-        write(dataclasses.replace(config, format=each), checkpoint.layers, floats) for each in (format, declared.format)
+        write(dataclasses.replace(config, format=each, type=None), checkpoint.layers, floats)
+        for each, write in ((format, write), (declared.format, checkpoint.format.write_config))
     )
     if write == checkpoint.format.write_config:  # then what only the source says stays
         values.pop("meta", None)
@@ -129,7 +133,11 @@ def _verify(before: Checkpoint, after: Checkpoint) -> None:
     if after.layers.keys() != before.layers.keys() or _unpacked(after) != names:
         raise CheckpointError(f"{after.path} reads back as another checkpoint than was written")
     for name in before.layers:
-        check_written(name, after.weight(name), before.weight(name))
+        found, wanted = after.weight(name), before.weight(name)
+        if (found.bits, found.group_size, found.sym) == (wanted.bits, wanted.group_size, wanted.sym):
+            check_written(name, found, wanted)
+        elif not same_bits(found.dequantize(), wanted.dequantize()):
+            raise CheckpointError(f"{name} reads back with other values; disk or memory is faulty")
     for name in names:
         if not same_bits(after.tensor(name), before.tensor(name)):
             raise CheckpointError(f"{name} reads back differently; disk or memory is faulty")

@@ -6,9 +6,10 @@ A new format is one file of this folder, with a `Format`, and one entry of `FORM
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import regex
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 FORMATS = {
     "gptq": "export.gptq.V1",
     "gptq_v2": "export.gptq.V2",
+    "gguf": "export.gguf.GGUF",
 }
 """Every format by name, with the place of its `Format` in this package."""
 
@@ -131,6 +133,12 @@ class Format:
         unpack: (name, tensors, spec) -> the weight, exactly; CheckpointError for values that no reader could use.
         write_config: (QuantizeConfig, layers, names of float matrices) -> the quantization config of a checkpoint.
         read_config: (quantization config, its file for messages) -> what it declares; CheckpointError.
+        snaps: By type of the settings, where the format has types; then `snap` is not used.
+        choose: (settings of a module, its name in its block, number of the block, columns, model's config) -> settings
+            with the type of that module; ArchitectureError for models that it cannot hold.
+        accept: (model's config, tokenizer, names of all tensors): raises GptqkitError, before any work, for what it
+            cannot hold.
+        finish: Makes another kind of file of the safetensors files in a directory that is complete otherwise.
     """
 
     suffixes: Sequence[str]
@@ -141,6 +149,16 @@ class Format:
     unpack: Callable[[str, Mapping[str, Tensor], LayerSpec], QuantizedWeight]
     write_config: Callable[[Any, Mapping[str, LayerSpec], Sequence[str]], dict[str, Any]]
     read_config: Callable[[Mapping[str, Any], str], Declared]
+    snaps: Mapping[str, Snap] = field(default_factory=dict)
+    choose: Callable[[Any, str, int | None, int, Mapping[str, Any]], Any] | None = None
+    accept: Callable[[Mapping[str, Any], Any, Iterable[str]], None] | None = None
+    finish: Callable[[Path], None] | None = None
+
+
+def find_snap(config: Any) -> Snap:
+    """Return what the grids of a module with these settings, a QuantizeConfig, can be in a file."""
+    layout = find_format(config.format)
+    return layout.snap if config.type is None else layout.snaps[config.type]
 
 
 def find_format(name: str) -> Format:

@@ -56,6 +56,8 @@ def pack_layer(weight: QuantizedWeight, *, offset: int) -> dict[str, Tensor]:
         ShapeError: Rows or columns do not fill whole int32 words.
         ConversionError: Zero points that the version cannot hold, or scales that float16 cannot.
     """
+    if weight.bits not in (2, 3, 4, 8):
+        raise ConversionError(f"GPTQ files hold 2, 3, 4 and 8 bits, not {weight.bits}")
     zero = weight.zero_point()
     outside = int(((zero < offset) | (zero >= offset + (1 << weight.bits))).sum())
     if outside:

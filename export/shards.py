@@ -211,7 +211,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _find_single(path: Path, base_name: object) -> Path:
-    found = sorted(path.glob("*.safetensors"))
+    found = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.gguf"))
     if len(found) == 1:
         return found[0]
     for file in (path / "model.safetensors", path / f"{base_name}.safetensors"):
@@ -219,7 +219,7 @@ def _find_single(path: Path, base_name: object) -> Path:
             return file
     if found:
         raise CheckpointError(
-            f"{path} has {len(found)} safetensors files ({some(file.name for file in found)}) and no index; fetch "
+            f"{path} has {len(found)} files of weights ({some(file.name for file in found)}) and no index; fetch "
             "model.safetensors.index.json"
         )
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLES)
@@ -246,6 +246,10 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _open(file: Path) -> Any:
+    if file.suffix == ".gguf":
+        from .gguf_file import GgufFile  # here, because nobody else needs it
+
+        return GgufFile(file)
     try:
         return safe_open(check_file(file), framework="pt")
     except SafetensorError as error:

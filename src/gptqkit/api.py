@@ -24,6 +24,7 @@ from .evaluating import check_length, default_length, evaluate, is_encoder
 from .evaluation.config import Evaluation
 from .evaluation.perplexity import cut_windows
 from .export.checkpoint import REPORT, public_name, write_report
+from .export.formats import find_format
 from .export.shards import read_json, some
 from .export.staging import check_target
 from .identity import check_agreement, differences, identity_of
@@ -116,6 +117,9 @@ def quantize(
             if tokenizer is None:
                 tokenizer = load_tokenizer(source.path, trust_remote_code=run.trust_remote_code)
             tokenizer = open_tokenizer(tokenizer, trust_remote_code=run.trust_remote_code)
+            accept = find_format(config.format).accept
+            if accept is not None:
+                accept(source.model.config.to_dict(), tokenizer, source.tensor_names)
             samples = None if calibration is None else _samples(source, calibration, tokenizer)
             length = default_length(source.model) if samples is None else samples.input_ids.shape[1]
             text = None if evaluate_on is None else _text(source, evaluate_on, tokenizer, length)

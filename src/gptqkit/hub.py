@@ -13,7 +13,7 @@ UNUSED = (*PICKLES, ".gguf", ".onnx", ".h5", ".msgpack", ".ot")
 
 
 def fetch(path_or_id: Path | str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Return the folder of a model; what is on the Hub is brought into the Hub's cache.
+    """Return the folder of a model, or its GGUF file; what is on the Hub is brought into the Hub's cache.
 
     Args:
         path_or_id: A folder, or the id of a model on the Hub. What can only be a folder is never asked of the Hub.
@@ -28,6 +28,8 @@ def fetch(path_or_id: Path | str, revision: str | None = None, *, weights: bool 
     if path.is_dir():
         if revision is not None:
             raise ConfigError(f"revision is {revision!r}, but {path} is a folder here, not on the Hub; leave it out")
+        return path
+    if path.suffix == ".gguf" and path.is_file():
         return path
     if path.exists():
         raise DatasetUnavailableError(f"{path} is no folder; give the folder that holds config.json")
