@@ -10,7 +10,7 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -41,7 +41,8 @@ class GgufFile:
     def __init__(self, file: Path) -> None:
         self._file = file
         check_file(file)
-        self._data: Any = np.memmap(file, mode="c", dtype=np.uint8) if file.stat().st_size else np.zeros(0, np.uint8)
+        empty = not file.stat().st_size
+        self._data = cast(Any, np.zeros(0, np.uint8) if empty else np.memmap(file, mode="c", dtype=np.uint8))
         try:
             header = _Header(memoryview(self._data))
         except (struct.error, UnicodeDecodeError, ValueError) as error:

@@ -76,8 +76,8 @@ class QuantizeConfig:
         overrides: Settings for single modules by regular expression, matched with `re.search` against the module's full
             name; the first match counts. Each is a `ModuleOverride` or a dictionary of its fields.
         format: Checkpoint format; "gptq" is version 1, which has no zero point 0.
-        type: With the format "gguf", which needs it, the recipe, tensor by tensor as in llama.cpp: Q4_K_M is usual. Or
-            one block type for all Linears, such as q4_k. It decides bits, group_size and sym.
+        type: Of the format "gguf", which it chooses: the recipe, tensor by tensor as in llama.cpp, where Q4_K_M is
+            usual, or one block type for all Linears, such as q4_k. It decides bits, group_size and sym.
 
     Raises:
         ConfigError: A value or a combination that cannot be.
@@ -167,13 +167,11 @@ class QuantizeConfig:
         return dataclasses.replace(self, type=name, **grid_settings(name))
 
     def _take_type(self, name: str) -> None:
-        """Let the type decide the grid; refuse settings that say something else."""
-        if self.format != "gguf":
-            raise ConfigError(f"type is {name!r}, but the format {self.format!r} has no types; leave it out")
+        """Let the type decide the format and the grid; refuse settings that say something else."""
         if self.desc_act and not self.static_groups:
             raise ConfigError("GGUF has no index of groups; set static_groups beside desc_act, or leave desc_act out")
         usual = {field.name: field.default for field in dataclasses.fields(self)}
-        for key, value in grid_settings(name).items():
+        for key, value in {"format": "gguf", **grid_settings(name)}.items():
             given = getattr(self, key)
             if given not in (value, usual[key]):
                 raise ConfigError(f"{key} is {given}, but the type {name} makes it {value}; leave it out")

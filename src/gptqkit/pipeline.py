@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -104,6 +105,31 @@ class Pipeline:
                 with self.model.head(self.device, self.dtype):
                     measured = streams.collect_head(self.head) if self.calibrated else Measured([self.head])
                     self._commit(None, *self._solve([measured], None), streams)
+
+    @torch.no_grad()
+    def sums(self) -> Iterator[tuple[str, torch.Tensor, int]]:
+        """Yield of every Linear in the float model's blocks its stored name, the sums of x_j^2, and tokens."""
+        streams = Streams(self.model, self.batches, self.processes, paired=False, skip=self.config.skip_nonfinite)
+        with self.model.outside(self.device, self.dtype):
+            for layer in range(streams.begin(self.job, self.dtype, self.place), len(self.model.blocks)):
+                with self.model.block(layer, self.device, self.dtype):
+                    pools: dict[Group, InputStatistics] = {}
+                    groups = streams.trace(layer, self.targets[layer])
+                    for portion in portions(groups, self._statistics_bytes, STATISTICS_BYTES):
+                        for measured in streams.collect(layer, portion, pools, None):
+                            yield from self._sums(layer, measured)
+                    streams.advance(layer, None, self.job)
+
+    def _sums(self, layer: int, measured: Measured) -> Iterator[tuple[str, torch.Tensor, int]]:
+        for target in measured.targets:
+            tokens = 0 if measured.statistics is None else measured.statistics.tokens
+            squares = torch.zeros(target.shape[1])
+            if measured.statistics is not None and tokens:  # none may reach an expert
+                squares = measured.statistics.hessian().diagonal().cpu() * tokens
+            self._done += 1
+            step: dict[str, Any] = {"done": self._done, "total": self._total, "layer": layer, "module": target.name}
+            self._progress(Progress(stage="imatrix", **step))
+            yield stored_module(self.model, target.name), squares, tokens
 
     def report(self, name: str, seed: int) -> QuantizationReport:
         """Return the report on the whole, with the name of the model and the seed of its samples."""

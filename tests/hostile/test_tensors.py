@@ -74,7 +74,7 @@ def test_settings_that_contradict_the_tensors(build, change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quant_method": "awq"}, "the checkpoint format is 'awq'; gptq, gptq_v2 are read here"),
+        ({"quant_method": "awq"}, "the checkpoint format is 'awq'; gptq, gptq_v2, gguf are read here"),
         ({"quant_method": 4}, "checkpoint format is '4'"),
         ({"checkpoint_format": "bitblas", "format": "gptq"}, "checkpoint format is 'bitblas'"),
         ({"checkpoint_format": ["gptq"]}, "checkpoint format is"),
