@@ -68,16 +68,14 @@ class Architecture:
     more: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
 
 
-def _qwen3_moe(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "expert_count": config["num_experts"],
-        "expert_used_count": config["num_experts_per_tok"],
-        "expert_feed_forward_length": config["moe_intermediate_size"],
-    }
+def _mixture(config: Mapping[str, Any]) -> dict[str, Any]:
+    values = {"expert_count": _experts(config), "expert_used_count": config["num_experts_per_tok"]}
+    own = config["moe_intermediate_size"] if config["model_type"] == "qwen3_moe" else None
+    return values if own is None else {**values, "expert_feed_forward_length": own}
 
 
-def _mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"]}
+def _experts(config: Mapping[str, Any]) -> int:
+    return config.get("num_local_experts") or config.get("num_experts") or 0
 
 
 def _gemma2(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +92,7 @@ ARCHITECTURES = {
     "llama": Architecture(name="llama", modules=_LLAMA, rotated=True, expected=_SILU),
     "mistral": Architecture(name="llama", modules=_LLAMA, rotated=True, expected=_SILU),
     "mixtral": Architecture(
-        name="llama", modules={**_NORMS, **_ATTENTION, **_MIXTRAL}, rotated=True, expected=_SILU, more=_mixtral
+        name="llama", modules={**_NORMS, **_ATTENTION, **_MIXTRAL}, rotated=True, expected=_SILU, more=_mixture
     ),
     "qwen2": Architecture(name="qwen2", modules=_LLAMA, expected={**_SILU, "use_sliding_window": False}),
     "qwen3": Architecture(
@@ -110,7 +108,7 @@ ARCHITECTURES = {
             "mlp_only_layers": [],
             "decoder_sparse_step": 1,
         },
-        more=_qwen3_moe,
+        more=_mixture,
     ),
     "gemma2": Architecture(
         name="gemma2",
@@ -150,7 +148,7 @@ def counts(config: Mapping[str, Any]) -> dict[str, int]:
     heads = config["num_attention_heads"]
     return {
         "layers": config["num_hidden_layers"],
-        "experts": config.get("num_local_experts") or config.get("num_experts") or 0,
+        "experts": _experts(config),
         "shared_by": heads // (config.get("num_key_value_heads") or heads),
     }
 
