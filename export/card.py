@@ -57,7 +57,7 @@ def model_card(report: Mapping[str, Any], pipeline: str = "text-generation") -> 
         pipeline: What the model is for; see `pipeline_tag`.
     """
     model, config = report.get("model"), report["config"]
-    kind = f"{config['bits']}-bit {_family(config).upper()}"
+    kind = f"{config.get('type') or str(config['bits']) + '-bit'} {_family(config).upper()}"
     sections = [
         _front_matter(model, config, pipeline),
         f"# {str(model).rsplit('/', 1)[-1]}, {kind}" if model else f"# {kind} checkpoint",
@@ -91,6 +91,7 @@ def _settings(report: Mapping[str, Any], config: Mapping[str, Any]) -> str:
         "group size": "one group per row" if size is None else size,
         "symmetric": config["sym"],
         "format": config["format"],
+        "type": config.get("type"),
         **{name: config.get(name) for name in own},
         "calibration": f"{samples} samples of {report.get('sequence_length')} tokens" if samples else None,
         "seed": report.get("seed"),
@@ -137,6 +138,8 @@ def _loading(config: Mapping[str, Any], pipeline: str) -> str:
     """Return how to load it; with transformers only where that was tried: language models in GPTQ's formats."""
     if pipeline == "sentence-similarity":
         return _LOADING + _POOLING
+    if _family(config) == "gguf":
+        return _LOADING + "\n\n`model.gguf` holds all that llama.cpp needs: `llama-cli -m model.gguf`."
     if pipeline != "text-generation" or _family(config) != "gptq":
         return _LOADING
     asymmetric = config["format"] == "gptq" and not config["sym"]
