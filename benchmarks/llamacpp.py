@@ -134,7 +134,9 @@ def main() -> None:
         task = {"quantize": jobs, "files": list(map(str, files.values())), "tokens": tokens}
         (work / "task.json").write_text(json.dumps(task))
         command = [str(ROOT / ".clients/llama/bin/python"), __file__, "--inside", str(work / "task.json")]
-        answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
+        answer = subprocess.run(
+            command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ).stdout
         found = json.loads(answer.splitlines()[-1])
         rows = [
             {"type": kind, "by": by, "bytes": file.stat().st_size, "scores": {name: found[name][n] for name in found}}
