@@ -1,17 +1,22 @@
-"""A tokenizer of transformers as the metadata of a GGUF file: byte-level BPE, as GPT-2's and those after it.
+"""A tokenizer of transformers as the metadata of a GGUF file: byte-level BPE, as GPT-2's, or SentencePiece's BPE.
 
-llama.cpp knows the rules by which text is cut into words by name; they are told here from the tokenizer's own. Others
-are refused by name.
+llama.cpp knows the rules by which byte-level tokenizers cut text into words by name; they are told here from the
+tokenizer's own. SentencePiece's (Llama 2, Mistral, Gemma) merges by scores of tokens. Others are refused by name.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConversionError
 
+_MARK = "\u2581"  # of SentencePiece, for a space
+_PREPEND = {"type": "Prepend", "prepend": _MARK}
+_BYTES = re.compile("<0x[0-9A-F]{2}>")
+_UNMERGED = -1e4  # the score of what no merge makes
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
 # llama.cpp's names of rules, by the regular expressions of tokenizer.json; its own byte-level rule is GPT-2's.
@@ -43,23 +48,21 @@ def tokenizer_metadata(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
             f"{type(tokenizer).__name__} has no tokenizer.json, from which GGUF files are written here"
         )
     values = json.loads(backend.to_str())
-    model = values["model"]
-    rule = _rule(values)
-    if model.get("type") != "BPE" or rule is None:
-        kinds = f"{model.get('type')} with the pre-tokenizer {_kind(values.get('pre_tokenizer'))}"
+    found = _byte_level(values) or _sentence_pieces(values)
+    if found is None:
+        kinds = f"{values['model'].get('type')} with the pre-tokenizer {_kind(values.get('pre_tokenizer'))}"
         raise ConversionError(
             f"the tokenizer ({kinds}) is not written as GGUF here: byte-level BPE is, with the rules of "
-            f"{', '.join((*_RULES.values(), 'smollm'))}; choose another format"
+            f"{', '.join((*_RULES.values(), 'smollm'))}, and SentencePiece's BPE; choose another format"
         )
     tokens, types = _tokens(values, vocab_size)
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    found: dict[str, Any] = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": rule,
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": merges,
-    }
+    scores = found.pop("scores", None)
+    if scores is not None:
+        found["tokenizer.ggml.scores"] = [scores.get(token, _UNMERGED) for token in tokens]
+        types = [_BYTE if _BYTES.fullmatch(token) else kind for token, kind in zip(tokens, types, strict=True)]
+        unknown = getattr(tokenizer, "unk_token_id", None)
+        types = [_UNKNOWN if number == unknown else kind for number, kind in enumerate(types)]
+    found |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
     for key in ("bos", "eos", "unk", "pad"):
         number = getattr(tokenizer, f"{key}_token_id", None)
         if number is not None:
@@ -70,6 +73,40 @@ def tokenizer_metadata(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
     if isinstance(tokenizer.chat_template, str):
         found["tokenizer.chat_template"] = tokenizer.chat_template
     return found
+
+
+def _byte_level(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the metadata of a byte-level BPE."""
+    rule, model = _rule(values), values["model"]
+    if model.get("type") != "BPE" or rule is None:
+        return None
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": rule, "tokenizer.ggml.merges": merges}
+
+
+def _sentence_pieces(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the metadata of SentencePiece's BPE, and "scores" by token: what is merged earlier scores higher."""
+    prefix, model = _space_prefix(values), values["model"]
+    if model.get("type") != "BPE" or not model.get("byte_fallback") or prefix is None:
+        return None
+    scores: dict[str, float] = {}
+    for rank, merge in enumerate(model["merges"]):
+        scores.setdefault("".join(merge.split(" ") if isinstance(merge, str) else merge), -float(rank))
+    prefixed = {"tokenizer.ggml.add_space_prefix": prefix}
+    return {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default", **prefixed, "scores": scores}
+
+
+def _space_prefix(values: Mapping[str, Any]) -> bool | None:
+    """Whether a space is put before the text, where spaces become the mark of SentencePiece; None where they do not."""
+    normalizer, words = values.get("normalizer") or {}, values.get("pre_tokenizer") or {}
+    steps = normalizer["normalizers"] if normalizer.get("type") == "Sequence" else [normalizer] if normalizer else []
+    marks = {"type": "Replace", "pattern": {"String": " "}, "content": _MARK}
+    if words.get("type") == "Metaspace":
+        whole = words.get("replacement") == _MARK and not words.get("split", True) and not steps
+        return words.get("prepend_scheme") != "never" if whole else None
+    if words and (words.get("type"), words.get("pattern")) != ("Split", {"String": " "}):  # of which none is left
+        return None
+    return {1: False, 2: True}.get(len(steps)) if steps in ([marks], [_PREPEND, marks]) else None
 
 
 def _tokens(values: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:

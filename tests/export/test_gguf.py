@@ -11,7 +11,7 @@ from gguf import GGUFReader
 
 import gptqkit
 from gptqkit.errors import ArchitectureError, CheckpointError, ConfigError, ConversionError
-from support.gguf_files import NARROW, QWEN2, VOCAB, build, save, tensors, tokenizer, tokens
+from support.gguf_files import NARROW, QWEN2, VOCAB, build, save, sentence_pieces, tensors, tokenizer, tokens
 from support.pipeline import quantize
 
 
@@ -141,6 +141,20 @@ def test_the_tokenizer_is_in_the_file(tmp_path, pattern):
     kinds = field(file, "tokenizer.ggml.token_type")
     assert (kinds[0], kinds[5], kinds[-1]) == (3, 1, 5)  # control, normal, unused
     assert field(file, "tokenizer.ggml.bos_token_id") == 0
+
+
+def test_sentence_pieces_are_read_as_the_same_tokenizer(tmp_path):
+    own = sentence_pieces()
+    save(build(**{**NARROW, "num_hidden_layers": 1}), tmp_path / "float", own)
+    quantize(tmp_path / "float", tmp_path / "out", tokens(2), type="Q8_0", method="rtn", group_size=128, sym=True)
+    file = tmp_path / "out" / "model.gguf"
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", gguf_file="model.gguf")
+    for text in ("the lazy dog", "quick brown foxes, 1234", "it's  true"):
+        assert theirs(text, add_special_tokens=False)["input_ids"] == own(text)["input_ids"]
+    assert field(file, "tokenizer.ggml.add_space_prefix") is True
+    kinds = field(file, "tokenizer.ggml.token_type")
+    assert kinds[:4] == [2, 3, 3, 6]  # unknown, control, byte
+    assert kinds[260] == 1
 
 
 def test_models_and_tokenizers_that_are_not_written_are_refused_before_any_work(tmp_path):

@@ -1,5 +1,6 @@
 """Small models with a tokenizer that GGUF can hold, and what the `gguf` package reads of a file."""
 
+import json
 from functools import cache
 
 import numpy as np
@@ -45,6 +46,27 @@ def tokenizer(pattern=None):
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
+@cache
+def sentence_pieces():
+    """A tokenizer as SentencePiece makes them, with a token for every byte."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=60, show_progress=False)
+    backend.train_from_iterator(TEXT, trainer)
+    learnt = json.loads(backend.to_str())["model"]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *learnt["vocab"]]
+    vocab = {name: number for number, name in enumerate(names)}
+    merges = [tuple(merge) for merge in learnt["merges"]]
+    model = tokenizers.models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")]
+    )
+    backend.decoder = tokenizers.decoders.Metaspace()
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
 def build(kind="Llama", **settings):
     """A model with random weights, some of them large."""
     torch.manual_seed(0)
@@ -59,9 +81,9 @@ def build(kind="Llama", **settings):
 
 
 def save(model, folder, words=None):
-    """The folder of a model with its tokenizer."""
+    """The folder of a model with a tokenizer: this one, or that of a regular expression for words."""
     model.save_pretrained(folder)
-    tokenizer(words).save_pretrained(folder)
+    (tokenizer(words) if words is None or isinstance(words, str) else words).save_pretrained(folder)
     return folder
 
 
