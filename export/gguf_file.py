@@ -85,6 +85,11 @@ class GgufFile:
 
     get_slice = get_tensor
 
+    def nbytes(self, name: str) -> int:
+        """Return the bytes that a tensor takes in the file."""
+        _, number, shape, expert = self._tensors[name]
+        return _nbytes(shape, number) // (1 if expert is None else shape[2])
+
     def _architecture(self) -> Architecture:
         name = self.metadata.get("general.architecture")
         for kind, found in ARCHITECTURES.items():

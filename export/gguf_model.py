@@ -78,6 +78,15 @@ def _experts(config: Mapping[str, Any]) -> int:
     return config.get("num_local_experts") or config.get("num_experts") or 0
 
 
+def _gemma3(config: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = config.get("layer_types") or []
+    if kinds != ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(len(kinds))]:
+        raise ArchitectureError(
+            "layer_types differ; llama.cpp runs gemma3 with every sixth layer attending to all only"
+        )
+    return {"attention.sliding_window": config["sliding_window"]}
+
+
 def _gemma2(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "attn_logit_softcapping": float(config["attn_logit_softcapping"] or 0),
@@ -117,6 +126,29 @@ ARCHITECTURES = {
         expected={"hidden_activation": "gelu_pytorch_tanh"},
         more=_gemma2,
     ),
+    "gemma3_text": Architecture(
+        name="gemma3",
+        modules={**_GEMMA, **_ATTENTION, **_QK_NORMS, **_MLP},
+        shift=1.0,
+        expected={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "use_bidirectional_attention": False,
+        },
+        more=_gemma3,
+    ),
+    "phi3": Architecture(
+        name="phi3",
+        modules={
+            **_NORMS,
+            "self_attn.qkv_proj": "attn_qkv",
+            "self_attn.o_proj": "attn_output",
+            "mlp.gate_up_proj": "ffn_up",
+            "mlp.down_proj": "ffn_down",
+        },
+        expected=_SILU,
+    ),
 }
 """By transformers' `model_type`."""
 
@@ -138,8 +170,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         if config.get(key, value) not in (value, None):
             raise ArchitectureError(f"{key} is {config[key]!r}; llama.cpp runs {kind} with {value!r} only")
     _rope(config)
-    if kind == "gemma2" and config["query_pre_attn_scalar"] != config["head_dim"]:
-        raise ArchitectureError("query_pre_attn_scalar differs from head_dim; llama.cpp takes head_dim for gemma2")
+    if kind in ("gemma2", "gemma3_text") and config["query_pre_attn_scalar"] != config["head_dim"]:
+        raise ArchitectureError("query_pre_attn_scalar differs from head_dim; llama.cpp takes head_dim")
     return found
 
 
@@ -158,7 +190,7 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     found = architecture_of(config)
     heads, width = config["num_attention_heads"], config["hidden_size"]
     size = config.get("head_dim") or width // heads
-    window = config.get("sliding_window") if config["model_type"] in ("mistral", "mixtral") else None
+    window = config.get("sliding_window") if config["model_type"] in ("mistral", "mixtral", "phi3") else None
     values: dict[str, Any] = {
         "vocab_size": config["vocab_size"],
         # llama.cpp knows no sliding window here; within it nothing is different
@@ -171,7 +203,7 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         "attention.key_length": size,
         "attention.value_length": size,
-        "rope.dimension_count": size,
+        "rope.dimension_count": int(size * _rope_settings(config)[0].get("partial_rotary_factor", 1.0)),
         **_rope(config),
         **found.more(config),
     }
@@ -180,9 +212,8 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata of rotary positions."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    values: dict[str, Any] = {"rope.freq_base": float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)}
+    rope, kind = _rope_settings(config)
+    values: dict[str, Any] = {"rope.freq_base": rope["rope_theta"]}
     if kind in ("linear", "yarn"):
         values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
     if kind == "yarn":
@@ -194,14 +225,24 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def _rope_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the settings of rotary positions, as versions of transformers call them, and their type."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    local = rope.get("sliding_attention") or {}
+    rope = rope.get("full_attention") or rope  # gemma3
+    if local and (local.get("rope_theta"), local.get("rope_type")) != (10000.0, "default"):
+        raise ArchitectureError(f"rope_theta of sliding attention is {local.get('rope_theta')}; llama.cpp takes 10000")
+    base = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    return {**rope, "rope_theta": base}, str(rope.get("rope_type") or rope.get("type") or "default")
+
+
 def rope_factors(config: Mapping[str, Any]) -> Tensor | None:
     """Return what llama.cpp divides the rotary frequencies by, (head_dim / 2,) float32, for Llama 3.1's rope."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    if (rope.get("rope_type") or rope.get("type")) != "llama3":
+    rope, kind = _rope_settings(config)
+    if kind != "llama3":
         return None
-    base = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    length = 2 * math.pi * base ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+    length = 2 * math.pi * rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
     factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     smooth = (rope["original_max_position_embeddings"] / length - low) / (high - low)
     smooth = smooth.clamp(0, 1)

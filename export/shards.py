@@ -61,6 +61,11 @@ class Shards:
         """Return the shape and dtype of a tensor, as one on the meta device; its values are not read."""
         return self.get(name).to("meta")
 
+    def nbytes(self, name: str) -> int:
+        """Return the bytes that a tensor takes in its file."""
+        stored = getattr(self._handles[self.where[name]], "nbytes", None)  # GGUF
+        return self.get(name).nbytes if stored is None else int(stored(name))
+
     def slice(self, name: str) -> Any:
         """Return a handle of the tensor `name`, of which nothing is read yet, as transformers' loader takes it."""
         return self._handles[self.where[name]].get_slice(name)

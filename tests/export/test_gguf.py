@@ -61,6 +61,8 @@ MODELS = {
     "Qwen2": {},
     "Qwen3": {"tie_word_embeddings": True, "head_dim": 128},  # transformers reads no other size of heads
     "Gemma2": {"query_pre_attn_scalar": 256, "head_dim": 256, "sliding_window": 32},
+    "Gemma3Text": {"query_pre_attn_scalar": 256, "head_dim": 256, "sliding_window": 8, "sliding_window_pattern": 6},
+    "Phi3": {"pad_token_id": 0, "sliding_window": None, "head_dim": 16},
     "Mixtral": {"num_local_experts": 4},
     "Qwen3Moe": {
         "num_experts": 4,
@@ -87,7 +89,7 @@ def test_architectures(tmp_path, kind):
     with torch.no_grad():
         found, before = ours(ids).logits, model(ids).logits
         assert 0 < (found - before).norm() / before.norm() < 0.05
-        if kind not in ("Llama", "Mixtral"):
+        if kind not in ("Llama", "Mixtral", "Phi3"):
             theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf")
             assert torch.allclose(theirs(ids).logits, found, rtol=0, atol=1e-5 * float(found.abs().max()))
 
@@ -115,6 +117,10 @@ def test_conversion_is_exact_and_goes_back(tmp_path):
     assert torch.equal(stored, query[pairs])
     summary = gptqkit.inspect(tmp_path / "gguf")
     assert (summary.format, summary.bits, summary.quantized_layers) == ("gguf", {4: 14}, 14)
+    assert summary.packed_bytes == summary.quantized_weights * 18 // 32
+    size = (tmp_path / "gguf" / "model.gguf").stat().st_size
+    assert 0 < size - summary.packed_bytes - summary.other_bytes < 20000  # metadata
+    assert [reader.name for reader in summary.readers if reader.loads] == ["gptqkit", "llama.cpp"]
     assert "GGUF" in (tmp_path / "gguf" / "README.md").read_text()
 
 
@@ -158,9 +164,9 @@ def test_sentence_pieces_are_read_as_the_same_tokenizer(tmp_path):
 
 
 def test_models_and_tokenizers_that_are_not_written_are_refused_before_any_work(tmp_path):
-    save(build("Phi3", **NARROW, pad_token_id=0), tmp_path / "phi")
+    save(build("StableLm", **NARROW), tmp_path / "phi")
     with pytest.raises(
-        ArchitectureError, match="models of the type 'phi3' are not written as GGUF here; llama, mistral"
+        ArchitectureError, match="models of the type 'stablelm' are not written as GGUF here; llama, mistral"
     ):
         quantize(tmp_path / "phi", tmp_path / "out", tokens(), type="Q4_0", group_size=128, sym=True)
     save(build(**NARROW, hidden_act="gelu"), tmp_path / "gelu")

@@ -71,7 +71,7 @@ def build(kind="Llama", **settings):
     """A model with random weights, some of them large."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**{**WIDE, **settings})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).eval()
     for parameter in model.parameters():
         parameter.data = torch.randn_like(parameter) * 0.05 * (1 + torch.rand_like(parameter).gt(0.99) * 4)
     for name, parameter in model.named_parameters():
