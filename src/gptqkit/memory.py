@@ -28,6 +28,7 @@ from torch import nn
 from .calibration.config import Calibration
 from .errors import DoesNotFitError
 from .evaluating import check_length, default_length
+from .export.formats import find_format
 from .export.shards import JOINED_BYTES
 from .hub import fetch
 from .loading import choose_device
@@ -194,7 +195,9 @@ def estimate(
         needs["GPU memory"] = {**work, "hidden states": states * (place == "device")}
     largest = max(sum(map(_packed_bytes, part)) for part in parts)
     joined = output * (2 * largest <= min(run.shard_size, JOINED_BYTES))
-    needs["disk"] = {"checkpoint": output, "small files to be joined": joined, "hidden states": 2 * states * processes}
+    if find_format(config.format).finish is not None:
+        joined = output  # another file is made of all
+    needs["disk"] = {"checkpoint": output, "files to be joined": joined, "hidden states": 2 * states * processes}
     return MemoryEstimate(
         needs=needs,
         available={name: machine[name] for name in needs},
