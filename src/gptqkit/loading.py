@@ -59,7 +59,7 @@ def load(
 
     Args:
         path: A directory that gptqkit, GPTQModel, AutoGPTQ or optimum wrote, in one of `FORMATS`; a GGUF file, also of
-            llama.cpp's tools; or the id of such a model on the Hub, which is fetched into the Hub's cache.
+            llama.cpp's tools; or the id of a model on the Hub, GGUF excepted, which is fetched into the Hub's cache.
         device: "auto" takes the first NVIDIA GPU if there is one, else the CPU.
         backend: "auto" or one of `BACKENDS`. With "auto", a GPU runs the bundled CUDA kernels; where they cannot serve
             a layer, torch does, and the logger warns and says why.

@@ -194,9 +194,8 @@ def estimate(
     if not on_cpu:
         needs["GPU memory"] = {**work, "hidden states": states * (place == "device")}
     largest = max(sum(map(_packed_bytes, part)) for part in parts)
-    joined = output * (2 * largest <= min(run.shard_size, JOINED_BYTES))
-    if find_format(config.format).finish is not None:
-        joined = output  # another file is made of all
+    into_another = find_format(config.format).finish is not None
+    joined = output * (into_another or 2 * largest <= min(run.shard_size, JOINED_BYTES))
     needs["disk"] = {"checkpoint": output, "files to be joined": joined, "hidden states": 2 * states * processes}
     return MemoryEstimate(
         needs=needs,
