@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from ..errors import ArchitectureError, NonFiniteError
+from .halves import model_inputs
 from .samples import Samples
 
 _LOG = logging.getLogger("gptqkit")
 _Result = TypeVar("_Result")
+
+ASIDE = 8
 
 
 class Batches:
@@ -21,14 +24,19 @@ class Batches:
 
     Attributes:
         samples: All calibration samples.
+        parts: What each stack of the model gets of them (see `halves`).
+        stack: Number of the stack whose blocks are at work.
         mine: Those of this process.
         size: Samples per batch, at most; it is halved where memory runs out.
         device: Where the batches are wanted.
         counts: (samples,) bool, False for samples left out.
     """
 
-    def __init__(self, samples: Samples, mine: range, size: int, device: torch.device) -> None:
-        self.samples, self.mine, self.size, self.device = samples, mine, size, device
+    def __init__(
+        self, samples: Samples, parts: Sequence[Samples], mine: range, size: int, device: torch.device
+    ) -> None:
+        self.samples, self.parts, self.mine, self.size, self.device = samples, parts, mine, size, device
+        self.stack = 0
         self.counts = torch.ones(len(samples.input_ids), dtype=torch.bool)
         self._failed = False
 
@@ -56,10 +64,24 @@ class Batches:
         return None
 
     def tensors(self, batch: range) -> dict[str, Tensor]:
-        """Return what a model is called with: input_ids and, where there is padding, attention_mask."""
-        both = {"input_ids": self.samples.input_ids, "attention_mask": self.samples.attention_mask}
-        rows = slice(batch.start, batch.stop)
-        return {name: tensor[rows].to(self.device) for name, tensor in both.items() if tensor is not None}
+        """Return what a model is called with."""
+        return model_inputs(self.parts, slice(batch.start, batch.stop), self.device)
+
+    def stack_of(self, rows: int, samples: int) -> int | None:
+        """Return the stack whose tokens so many rows of so many samples are; None where they are only some tokens.
+
+        A decoder's modules receive its own tokens, or those of the encoder: these are fewer.
+        """
+        known = (stack for stack in range(self.stack, -1, -1) if self._length(stack) * samples == rows)
+        return next(known, None)
+
+    def split(self) -> tuple[range, range]:
+        """Return the samples of this process to learn from, and one in `ASIDE` that is kept aside to choose by.
+
+        These are the last ones; a single sample is both.
+        """
+        aside = self.mine[len(self.mine) - max(1, len(self.mine) // ASIDE) :] if self.mine else self.mine
+        return self.mine[: len(self.mine) - len(aside)] or self.mine, aside
 
     @property
     def tokens(self) -> int:
@@ -85,10 +107,11 @@ class Batches:
             NonFiniteError: NaN or infinity in a sample that counts, unless `skip`, which excludes it from here on.
             ArchitectureError: Padding, and inputs whose rows are not the tokens of the batch.
         """
-        mask = self._token_mask(batch)
         flat = [stream.reshape(-1, stream.shape[-1]) for stream in streams]
         count = len(flat[0])
-        if tokens is None and not routed and count == mask.numel():
+        stack = None if routed or tokens is not None else self.stack_of(count, len(batch))
+        mask = self.mask(batch, self.stack if stack is None else stack)
+        if stack is not None:
             tokens = torch.arange(count, device=mask.device)
         if tokens is None:
             if not bool(mask.all()):
@@ -106,7 +129,7 @@ class Batches:
                     "the model in this dtype, or set skip_nonfinite=True to leave such samples out"
                 )
             self.counts[batch.start + bad] = False
-            mask = self._token_mask(batch)
+            mask = mask & self.counts[batch.start : batch.stop, None].to(self.device)
         if bool(mask.all()):
             return flat
         keep = mask.flatten()[tokens]
@@ -121,12 +144,39 @@ class Batches:
                 "in this dtype"
             )
 
-    def _token_mask(self, batch: range) -> Tensor:
-        """Return (samples, length) bool on the device: tokens that are neither padding nor in an excluded sample."""
+    def _length(self, stack: int) -> int:
+        return self.parts[stack].input_ids.shape[1]
+
+    def mask(self, batch: range, stack: int) -> Tensor:
+        """Return (samples, length) bool, on the device: tokens that are neither padding nor in an excluded sample."""
         rows = slice(batch.start, batch.stop)
-        counts = self.counts[rows, None].expand(-1, self.samples.input_ids.shape[1])
-        mask = self.samples.attention_mask
+        counts = self.counts[rows, None].expand(-1, self._length(stack))
+        mask = self.parts[stack].attention_mask
         return (counts if mask is None else counts & mask[rows]).to(self.device)
+
+
+def shuffled(samples: range, size: int, generator: torch.Generator) -> Iterator[range]:
+    """Yield the samples in batches of neighbours, which are none in the text, in an order drawn from `generator`."""
+    starts = range(0, len(samples), size)
+    for number in torch.randperm(len(starts), generator=generator).tolist():
+        yield samples[starts[number] : starts[number] + size]
+
+
+def pieces(samples: range, size: int) -> Iterator[range]:
+    """Yield the samples in batches, in order."""
+    for start in range(0, len(samples), size):
+        yield samples[start : start + size]
+
+
+def in_pieces(work: Callable[[int], _Result], size: int) -> tuple[_Result, int]:
+    """Return what `work(size)` does, and the size, halved as often as memory ran out."""
+    while True:
+        try:
+            return work(size), size
+        except RuntimeError as error:
+            if size == 1 or not out_of_memory(error):
+                raise
+            size //= 2
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import ArchitectureError
 from .batches import out_of_memory
 
+Forward = Callable[..., Any]
 Routing = Mapping[str, tuple[Any, ...]]
 """What modules of experts were given beside their tokens, by name: a table of experts (tokens, slots), and weights."""
 
@@ -62,32 +63,32 @@ class BlockCall:
 
 
 def block_call(
-    model: nn.Module, blocks: nn.ModuleList, layer: int, batch: Mapping[str, Tensor], *, returned: int
+    model: nn.Module, blocks: nn.ModuleList, batch: Mapping[str, Tensor], before: Sequence[Forward]
 ) -> BlockCall:
-    """Return how `model` calls block `layer`, found by running its own forward pass up to there.
+    """Return how `model` calls one of its blocks, found by running its own forward pass up to there.
 
-    Earlier blocks hand on what they get, so nothing but the embedding is computed, and no table of architectures is
-    needed.
+    Earlier blocks only hand on hidden states, so nothing but the embedding is computed, and no table of architectures
+    is needed.
 
     Args:
         model: A transformers model; what stands outside its blocks must be on the device of the batch.
-        blocks: Its repeated blocks.
-        layer: Number of the block.
-        batch: input_ids and perhaps attention_mask, (samples, length).
-        returned: How many values its blocks return as a tuple, the hidden states first; 0 where they return only these.
+        blocks: Its repeated blocks, in the order in which they run.
+        batch: input_ids and perhaps attention_mask and decoder_input_ids, (samples, length).
+        before: What the earlier blocks do, each as `hand_on` makes it; the block asked for is the next one.
 
     Raises:
         ArchitectureError: The model cannot be run on token ids, or does not call the block.
     """
     calls: list[BlockCall] = []
+    layer = len(before)
 
     def reached(*arguments: Any, **named: Any) -> None:
         calls.append(BlockCall(arguments, named))
         raise _Reached
 
-    with _blocks_replaced(blocks[:layer], returned), _forward_replaced(blocks[layer], reached):
+    with _forwards_replaced(blocks, [*before, reached]):
         try:
-            model(**batch, **_without_cache(model))
+            model(**batch, **without_cache(model))
         except _Reached:
             return calls[0]
         except Exception as error:  # the model's own code
@@ -103,31 +104,30 @@ def block_call(
 def head_input(
     model: nn.Module,
     blocks: nn.ModuleList,
-    head: nn.Module,
     batch: Mapping[str, Tensor],
-    hidden: Tensor,
-    *,
-    returned: int,
+    before: Sequence[Forward],
+    head: nn.Module,
 ) -> Tensor:
-    """Return what the output layer receives where `hidden` leaves the last block, (samples, length, width)."""
-
-    def replaced(*_: Any, **__: Any) -> Any:
-        return as_returned(hidden, returned)
-
-    with _blocks_replaced(blocks[:-1], returned), _forward_replaced(blocks[-1], replaced):
-        return capture_inputs({"head": head}, lambda: model(**batch, **_without_cache(model)))["head"]
+    """Return what the output layer receives, (samples, length, width), after blocks that do what `before` says."""
+    with _forwards_replaced(blocks, before):
+        return capture_inputs({"head": head}, lambda: model(**batch, **without_cache(model)))["head"][0]
 
 
-def capture_inputs(modules: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, Tensor]:
-    """Return what each of `modules` receives first while `run` runs; the run ends as soon as all have been called.
+def capture_inputs(
+    modules: Mapping[str, nn.Module], run: Callable[[], object], again: Collection[str] = ()
+) -> dict[str, list[Tensor]]:
+    """Return what each of `modules` receives while `run` runs: those in `again` in all calls, others in the first.
 
-    Modules that are not called are missing in the result.
+    The run ends as soon as all have been called, if none is in `again`. Modules that are not called are missing in the
+    result.
     """
-    seen: dict[str, Tensor] = {}
+    seen: dict[str, list[Tensor]] = {}
+    ends = modules.keys().isdisjoint(again)
 
     def record(name: str, _: nn.Module, arguments: tuple[Any, ...], __: Any) -> None:
-        seen.setdefault(name, arguments[0])
-        if len(seen) == len(modules):
+        if name not in seen or name in again:
+            seen.setdefault(name, []).append(arguments[0])
+        if ends and len(seen) == len(modules):
             raise _Reached
 
     with _watched(modules, record), suppress(_Reached):
@@ -135,25 +135,27 @@ def capture_inputs(modules: Mapping[str, nn.Module], run: Callable[[], object]) 
     return seen
 
 
-def trace_inputs(modules: Mapping[str, nn.Module], run: Callable[[], object]) -> list[tuple[list[str], Tensor]]:
-    """Return the names of `modules` in the order of their first calls in `run`, those that receive one tensor together.
+def trace_inputs(modules: Mapping[str, nn.Module], run: Callable[[], object]) -> list[tuple[list[str], list[Tensor]]]:
+    """Return the names of `modules` in the order of their first calls in `run`, those that receive the same together.
 
-    Each group comes with the tensor.
+    Each group comes with the tensors: several where modules are called several times.
     """
     # Tensors are kept alive meanwhile, so an equal place in memory and version mean the same numbers.
-    found: dict[tuple[Any, ...], tuple[list[str], Tensor]] = {}
-    called: set[str] = set()
+    kept: dict[tuple[Any, ...], Tensor] = {}
+    places: dict[str, list[tuple[Any, ...]]] = {}
 
     def record(name: str, _: nn.Module, arguments: tuple[Any, ...], __: Any) -> None:
         received: Tensor = arguments[0]
-        if name not in called:
-            place = received.data_ptr(), received.shape, received.stride(), received._version
-            found.setdefault(place, ([], received))[0].append(name)
-            called.add(name)
+        place = received.data_ptr(), received.shape, received.stride(), received._version
+        kept.setdefault(place, received)
+        places.setdefault(name, []).append(place)
 
     with _watched(modules, record):
         run()
-    return list(found.values())
+    found: dict[tuple[tuple[Any, ...], ...], list[str]] = {}
+    for name, its in places.items():
+        found.setdefault(tuple(its), []).append(name)
+    return [(names, [kept[place] for place in its]) for its, names in found.items()]
 
 
 @contextmanager
@@ -191,27 +193,36 @@ def routed_tokens(table: Tensor, expert: int) -> tuple[Tensor, Tensor]:
     return tokens, slots
 
 
-def as_returned(hidden: Any, returned: int) -> Any:
-    """Return `hidden` as a block does that returns so many values; the others are None."""
-    return (hidden, *[None] * (returned - 1)) if returned else hidden
+def hand_on(returned: int, *, leaving: Tensor | None = None, beside: nn.Module | None = None) -> Forward:
+    """Return the forward pass of a block that only hands on hidden states.
+
+    Args:
+        returned: How many values it returns as a tuple, the hidden states first; 0 where it returns only these.
+        leaving: What leaves it, instead of what enters it.
+        beside: What makes the other values, which are None without it, when called like the block.
+    """
+
+    def forward(*arguments: Any, **named: Any) -> Any:
+        hidden = BlockCall(arguments, named).hidden if leaving is None else leaving
+        others = [None] * (returned - 1) if beside is None else beside(*arguments, **named)[1:]
+        return (hidden, *others) if returned else hidden
+
+    return forward
 
 
-def _without_cache(model: nn.Module) -> dict[str, bool]:
+def without_cache(model: nn.Module) -> dict[str, bool]:
+    """Return the argument that keeps a model from making a cache, if it takes it."""
     accepted = inspect.signature(model.forward).parameters.values()
     takes = any(parameter.name == "use_cache" or parameter.kind is parameter.VAR_KEYWORD for parameter in accepted)
     return {"use_cache": False} if takes else {}
 
 
 @contextmanager
-def _blocks_replaced(blocks: Iterable[nn.Module], returned: int) -> Iterator[None]:
-    """Let `blocks` hand on what they get."""
-
-    def hand_on(*arguments: Any, **named: Any) -> Any:
-        return as_returned(arguments[0] if arguments else named["hidden_states"], returned)
-
+def _forwards_replaced(blocks: Iterable[nn.Module], forwards: Iterable[Forward]) -> Iterator[None]:
+    """Let the first of `blocks` do what `forwards` say."""
     with ExitStack() as patches:
-        for block in blocks:
-            patches.enter_context(_forward_replaced(block, hand_on))
+        for block, forward in zip(blocks, forwards, strict=False):
+            patches.enter_context(_forward_replaced(block, forward))
         yield
 
 

@@ -24,7 +24,8 @@ class Calibration:
             Token ids in two dimensions, or with an attention_mask, are ready samples, as tokenizers make them.
         samples: Number of samples; of ready ones, at most that many, from the first on.
         sequence_length: Tokens per sample; by default 2048, or the model's maximum if that is less. Ready samples have
-            that of the longest, to which the others are padded.
+            that of the longest, to which the others are padded. Of an encoder-decoder, the encoder gets the first half
+            of each sample, and the decoder goes on with the second.
         seed: Seed of the random choice of samples.
         concatenate: Join all documents and cut samples from them, instead of making one padded sample per document.
         column: Column that holds the text, in structured files and data sets; by default found by its name.

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..calibration.halves import model_inputs, parts_of
+from ..calibration.samples import Samples
 from ..errors import NonFiniteError, ShapeError
 from ..progress import Progress, ProgressCallback, silent
 from .perplexity import cut_windows, in_batches
@@ -67,7 +69,7 @@ def score(
 ) -> Scores:
     """Measure the perplexity of `model` on `tokens`, (tokens,) int64, and with a `reference` its divergence from it.
 
-    Both are causal language models of transformers in evaluation mode, and run where they are, on the windows of
+    Both are language models of transformers in evaluation mode, and run where they are, on the windows of
     `cut_windows`, `batch_size` at a time. `progress` counts windows.
 
     Raises:
@@ -81,7 +83,7 @@ def score(
     predicted = done = 0
     for batch in in_batches(windows, lambda window: (len(window.input_ids), window.predicted), batch_size):
         ids = torch.stack([window.input_ids for window in batch])
-        count = batch[0].predicted
+        count = min(batch[0].predicted, parts_of(Samples(ids), model)[-1].input_ids.shape[1] - 1)
         logits = _predict(model, ids, count)
         expected = None if reference is None else _predict(reference, ids, count)
         for row, window in enumerate(batch):
@@ -114,7 +116,8 @@ def score(
 
 def _predict(model: Any, ids: Tensor, count: int) -> Tensor:
     """Return the logits for the last `count` tokens of every row, (rows, count, vocabulary)."""
-    logits: Tensor = model(input_ids=ids.to(model.device), use_cache=False).logits
+    inputs = model_inputs(parts_of(Samples(ids), model), slice(None), model.device)
+    logits: Tensor = model(**inputs, use_cache=False).logits
     return logits[:, -count - 1 : -1]
 
 

@@ -18,7 +18,8 @@ class Evaluation:
 
     Attributes:
         sequence_length: Tokens per window; by default 2048, or the model's maximum if that is less. An
-            encoder's documents are cut to that length.
+            encoder's documents are cut to that length. The encoder of an encoder-decoder gets the first half of each
+            window, and the second half is predicted.
         stride: Tokens from the start of one window to the start of the next; by default windows do not overlap. Not
             for encoders.
         max_windows: Use only so many windows, from the start of the text, of which no more is read; by default all.

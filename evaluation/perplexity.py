@@ -4,6 +4,7 @@ Without a stride, windows do not overlap, a rest that fills no window is left ou
 not predicted, as in the papers. With a stride, windows start every `stride` tokens and a token is predicted
 once, in the first window that holds it with something before it: after the first window from at least
 `sequence_length - stride` tokens. No special tokens are added.
+An encoder-decoder reads the first half of a window in its encoder, and only the second half is predicted.
 Perplexity is exp(sum of losses / number of predicted tokens), with a float32 log-softmax.
 """
 

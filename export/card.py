@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from .checkpoint import REPORT
+from .files import check_file
+from .inspect import TRANSFORMERS, CheckpointSummary, inspect
 from .shards import read_json, some
+
+HEAT_MAP = "heatmap.png"
+"""The picture that a card shows where it stands beside it: errors against plain rounding."""
+
+LONGEST_MATTER = 1 << 16  # characters of front matter that are parsed
+
+_INHERITED = ("license", "license_name", "license_link", "language")
 
 _LOADING = """\
 ## Loading
@@ -17,11 +30,13 @@ import gptqkit
 model, tokenizer = gptqkit.load("path/to/this/directory")
 ```"""
 
+_GGUF = "\n\n`model.gguf` holds all that llama.cpp needs: `llama-cli -m model.gguf`."
+
 _POOLING = "\n\nThe model returns hidden states of tokens; pool them as `1_Pooling/config.json` says."
 
 _TRANSFORMERS = """
 
-With transformers (which needs `optimum` and `gptqmodel` for it):
+With transformers (which needs {packages} for it):
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -30,10 +45,33 @@ model = AutoModelForCausalLM.from_pretrained("path/to/this/directory")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")
 ```"""
 
-_ASYMMETRIC = """
+# What transformers needs to load a family of formats.
+_PACKAGES = {
+    "gptq": "`optimum` and `gptqmodel`",
+    "awq": "`gptqmodel`",
+    "compressed-tensors": "`compressed-tensors`",
+}
 
-GPTQModel, and with it transformers, refuses asymmetric version 1 checkpoints of other programs; `gptqkit convert` makes
-version 2 of it without loss."""
+
+def write_card(directory: Path, source: Path) -> None:
+    """Write README.md of a finished checkpoint from the report and the files in its directory.
+
+    Args:
+        directory: The checkpoint.
+        source: The folder whose README.md says the license and the language: of the float model, or of the same
+            checkpoint before.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged.
+    """
+    card = model_card(
+        read_json(directory / REPORT),
+        inspect(directory),
+        pipeline_tag(directory),
+        inherited=_inherited(source / "README.md"),
+        picture=HEAT_MAP if (directory / HEAT_MAP).exists() else None,
+    )
+    (directory / "README.md").write_text(card, encoding="utf-8", newline="\n")
 
 
 def pipeline_tag(directory: Path) -> str:
@@ -45,26 +83,40 @@ def pipeline_tag(directory: Path) -> str:
         return "sentence-similarity"
     if not (directory / "generation_config.json").exists():
         return "feature-extraction"
-    return "image-text-to-text" if "vision_config" in read_json(directory / "config.json") else "text-generation"
+    config = read_json(directory / "config.json")
+    if "vision_config" in config:
+        return "image-text-to-text"
+    return "text2text-generation" if config.get("is_encoder_decoder") is True else "text-generation"
 
 
-def model_card(report: Mapping[str, Any], pipeline: str = "text-generation") -> str:
-    """Return README.md: front matter, settings, measured perplexity and errors, how to load the checkpoint.
+def model_card(
+    report: Mapping[str, Any],
+    summary: CheckpointSummary,
+    pipeline: str,
+    *,
+    inherited: Mapping[str, Any],
+    picture: str | None,
+) -> str:
+    """Return README.md: front matter, settings, what stayed in floating point, perplexity, errors, how to load it.
 
     Args:
         report: The quantization report, as written to quantization_report.json. Keys that are missing are left out, but
             for "config", the settings, which must be there.
+        summary: What `inspect` says of the checkpoint.
         pipeline: What the model is for; see `pipeline_tag`.
+        inherited: Front matter that stays that of the float model.
+        picture: Name of the file with the heat map of errors, where there is one.
     """
     model, config = report.get("model"), report["config"]
     kind = f"{config.get('type') or str(config['bits']) + '-bit'} {_family(config).upper()}"
     sections = [
-        _front_matter(model, config, pipeline),
+        _front_matter(model, config, pipeline, inherited),
         f"# {str(model).rsplit('/', 1)[-1]}, {kind}" if model else f"# {kind} checkpoint",
         _settings(report, config),
+        _floats(summary, report.get("left_in_float") or {}),
         _perplexity(report.get("perplexity") or []),
-        _errors(report.get("modules") or []),
-        _loading(config, pipeline),
+        _errors(report.get("modules") or [], picture),
+        _loading(summary, _family(config), pipeline),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -74,13 +126,35 @@ def _family(config: Mapping[str, Any]) -> str:
     return str(config["format"]).partition("_")[0]
 
 
-def _front_matter(model: object, config: Mapping[str, Any], pipeline: str) -> str:
+def _inherited(readme: Path) -> dict[str, Any]:
+    """Return what the front matter of a model card says of license and language, as far as it is readable text."""
+    if not readme.is_file():
+        return {}
+    with check_file(readme).open(encoding="utf-8-sig", errors="replace") as file:
+        matter = re.match(r"---\s*\n(.*?)\n---\s", file.read(LONGEST_MATTER), re.DOTALL)
+    try:
+        values = yaml.load(matter[1], yaml.BaseLoader) if matter else None  # BaseLoader: Norwegian is "no", not False
+    except (yaml.YAMLError, RecursionError):
+        return {}
+    found = {key: values.get(key) for key in _INHERITED} if isinstance(values, dict) else {}
+    return {key: value for key, value in found.items() if value and all(map(_is_text, _listed(value)))}
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable() and bool(value)
+
+
+def _front_matter(model: object, config: Mapping[str, Any], pipeline: str, inherited: Mapping[str, Any]) -> str:
     """Return YAML that the Hub reads; with a base model only where the name is one of the Hub's."""
-    lines = ["---", "library_name: transformers", f"pipeline_tag: {pipeline}", "tags:"]
-    lines += [f"- {_family(config)}", "- gptqkit", f"- {config['bits']}-bit"]
+    values: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": pipeline, **inherited}
+    values["tags"] = [_family(config), "gptqkit", f"{config['bits']}-bit"]
     if isinstance(model, str) and model.count("/") == 1 and all(model.split("/")):
-        lines += [f"base_model: {model}", "base_model_relation: quantized"]
-    return "\n".join([*lines, "---"])
+        values |= {"base_model": model, "base_model_relation": "quantized"}
+    return f"---\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}---"
 
 
 def _settings(report: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -93,12 +167,31 @@ def _settings(report: Mapping[str, Any], config: Mapping[str, Any]) -> str:
         "format": config["format"],
         "type": config.get("type"),
         **{name: config.get(name) for name in own},
+        **{f"override of `{pattern}`": _override(own) for pattern, own in (config.get("overrides") or {}).items()},
         "calibration": f"{samples} samples of {report.get('sequence_length')} tokens" if samples else None,
         "seed": report.get("seed"),
         "quantizer": version and f"gptqkit {version}",
     }
     known = [(name, value) for name, value in rows.items() if value is not None]
     return "## Settings\n\n" + _table(("setting", "value"), known)
+
+
+def _override(changes: Mapping[str, Any]) -> str:
+    if changes.get("skip"):
+        return "floating point"
+    size = changes.get("group_size")
+    rows = {"bits": changes.get("bits"), "group size": "one group per row" if size == -1 else size}
+    return ", ".join(f"{name} {value}" for name, value in rows.items() if value is not None)
+
+
+def _floats(summary: CheckpointSummary, reasons: Mapping[str, str]) -> str:
+    """Return which modules of the blocks are not quantized; those that could not be, with their reasons."""
+    names = summary.float_modules
+    if not names:
+        return ""
+    text = f"## Left in floating point\n\n{len(names)} modules of the blocks: {some(f'`{name}`' for name in names)}."
+    why = dict.fromkeys(map(str, reasons.values()))
+    return text + (f" {len(reasons)} of all modules could not be quantized ({some(why)})." if reasons else "")
 
 
 def _perplexity(measured: Sequence[Mapping[str, Any]]) -> str:
@@ -113,8 +206,8 @@ def _perplexity(measured: Sequence[Mapping[str, Any]]) -> str:
     return f"## Perplexity\n\n{note}\n\n" + _table(titles, rows)
 
 
-def _errors(modules: Sequence[Mapping[str, Any]]) -> str:
-    """Return the mean and the largest error; quantization_report.json has all of them."""
+def _errors(modules: Sequence[Mapping[str, Any]], picture: str | None) -> str:
+    """Return the mean and the largest error, and a picture; quantization_report.json has all of them."""
     known = [module for module in modules if module.get("error") is not None]
     if not known:
         return ""
@@ -126,21 +219,19 @@ def _errors(modules: Sequence[Mapping[str, Any]]) -> str:
         f"{worst['error']:.5f}, in `{worst['name']}`. Every module is in `quantization_report.json`."
     )
     flagged = [f"`{module['name']}`" for module in known if module.get("worse_than_rounding")]
-    return text + (f" Worse than plain rounding: {some(flagged)}." if flagged else "")
+    text += f" Worse than plain rounding: {some(flagged)}." if flagged else ""
+    return text + (f"\n\n![Errors of modules and blocks against plain rounding]({picture})" if picture else "")
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def _loading(config: Mapping[str, Any], pipeline: str) -> str:
-    """Return how to load it; with transformers only where that was tried: language models in GPTQ's formats."""
-    if pipeline == "sentence-similarity":
-        return _LOADING + _POOLING
-    if _family(config) == "gguf":
-        return _LOADING + "\n\n`model.gguf` holds all that llama.cpp needs: `llama-cli -m model.gguf`."
-    if pipeline != "text-generation" or _family(config) != "gptq":
-        return _LOADING
-    asymmetric = config["format"] == "gptq" and not config["sym"]
-    return _LOADING + _TRANSFORMERS + _ASYMMETRIC * asymmetric
+def _loading(summary: CheckpointSummary, family: str, pipeline: str) -> str:
+    """Return how to load it, and which programs can."""
+    readers = [reader.name for reader in summary.readers if reader.loads]
+    text = _LOADING + _POOLING * (pipeline == "sentence-similarity") + _GGUF * (family == "gguf")
+    if TRANSFORMERS in readers:
+        text += _TRANSFORMERS.format(packages=_PACKAGES[family])
+    return f"{text}\n\nLoaded by: {', '.join(readers)}. `gptqkit inspect` says why not by others."

@@ -1,6 +1,7 @@
 """Checkpoint directories: opened without loading them, and given the files that readers look at.
 
-Reads what gptqkit, GPTQModel, AutoGPTQ and optimum write. Configs, headers and g_idx are checked; tensors stay on disk.
+Reads what gptqkit, GPTQModel, AutoGPTQ, AutoAWQ, optimum and llm-compressor write. Configs, headers and g_idx are
+checked; tensors stay on disk.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..hub import fetch
+from ..hub import Remote, fetch
 from ..quantizer.quantized import QuantizedWeight
-from .card import model_card, pipeline_tag
 from .files import check_folder
 from .formats import Declared, Format, LayerSpec, declared_format, find_format
 from .shards import Shards, read_json, same_bits, some, write_json
@@ -78,11 +78,12 @@ class Checkpoint:
         return bias
 
 
-def open_checkpoint(path: Path | str, *, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(path: Path | str, *, revision: str | None = None, weights: bool = True) -> Checkpoint:
     """Open the checkpoint in a directory, or a GGUF file, checking configs, headers, shapes, dtypes and g_idx.
 
     A `path` that is the id of a model on the Hub is fetched into the Hub's cache, of the branch, tag or commit
-    `revision`.
+    `revision`. Without `weights`, tensors that are not in the cache yet are on the meta device, and g_idx is taken for
+    what the config declares.
 
     Raises:
         DatasetUnavailableError: There is no such directory, nor such a model on the Hub.
@@ -90,14 +91,15 @@ def open_checkpoint(path: Path | str, *, revision: str | None = None) -> Checkpo
             or the tensor.
         OSError: A file that cannot be read.
     """
-    path = fetch(path, revision)
+    name, path = str(path), fetch(path, revision, weights=weights, gguf=True)
     if path.is_file():
         return _open_file(path)
+    remote = None if weights or Path(name).is_dir() else Remote(name, path.name)
     check_folder(path)
     model_config = read_json(path / "config.json")
     values = _quantization_config(path, model_config)
     declared = find_format(declared_format(values, str(path))).read_config(values, str(path))
-    tensors = Shards.of_folder(path, values.get("model_file_base_name"))
+    tensors = Shards.of_folder(path, values.get("model_file_base_name"), remote)
     layout = find_format(declared.format)
     layers = _layers(tensors, layout, declared)
     if not layers:
@@ -169,22 +171,26 @@ def write_configs(
 
 
 def write_report(directory: Path, report: Mapping[str, Any]) -> None:
-    """Write quantization_report.json and the model card: no local paths or times, None for what JSON cannot hold."""
+    """Write quantization_report.json: no local paths or times, None for what JSON cannot hold."""
     published = _published(report)
     if published.get("model"):
         published["model"] = public_name(published["model"])
     for row in published.get("perplexity") or ():
         row["dataset"] = public_name(row["dataset"])
     write_json(directory / REPORT, published)
-    card = model_card(published, pipeline_tag(directory))
-    (directory / "README.md").write_text(card, encoding="utf-8", newline="\n")
 
 
 def public_name(name: object) -> str:
-    """Return the name of a file or folder without the folders around it, or an id of the Hub as it is."""
+    """Return the name of a file or folder without the folders around it, or an id of the Hub as it is.
+
+    A folder of the Hub's cache is what its repository is called.
+    """
     text = str(name)
-    local = Path(text).is_absolute() or text.startswith((".", "~")) or Path(text).exists()
-    return Path(text).resolve().name if local else text
+    if not (Path(text).is_absolute() or text.startswith((".", "~")) or Path(text).exists()):
+        return text
+    path = Path(text).resolve()
+    repository = path.parents[1].name if path.parent.name == "snapshots" else ""
+    return repository.removeprefix("models--").replace("--", "/") if repository.startswith("models--") else path.name
 
 
 def _quantization_config(path: Path, model_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, ConversionError, ShapeError
 from ..hub import fetch
-from ..quantizer.config import QuantizeConfig
+from ..quantizer.config import BITS, QuantizeConfig
+from .card import write_card
 from .checkpoint import REPORT, Checkpoint, check_written, matrices, open_checkpoint, write_report
 from .files import copy_beside
-from .formats import FORMATS, find_format
+from .formats import FORMATS, LayerSpec, find_format
 from .shards import MAX_SHARD_BYTES, join_files, read_json, same_bits, write_files, write_json
 from .staging import staged
 
@@ -50,28 +51,58 @@ def convert(
     target = Path(target)
     if format not in FORMATS:
         raise ConfigError(f"format is {format!r}; choose one of {', '.join(FORMATS)}")
-    source = fetch(source, revision)
+    source = fetch(source, revision, gguf=True)
+    if source.is_file():
+        raise ConversionError(f"{source} is a file by itself; folders that gptqkit wrote are converted")
     inner, outer = source.resolve(), target.resolve()
     if inner.is_relative_to(outer) or outer.is_relative_to(inner):
         raise ConfigError(f"{target} and {source} lie in one another; choose a target elsewhere")
     checkpoint = open_checkpoint(source)
     if checkpoint.declared.format == format:
         raise ConversionError(f"{source} is {format} already; there is nothing to convert")
+    _check(checkpoint, format)
+    layers: dict[str, LayerSpec] = {}
     with staged(target, overwrite=overwrite) as directory:
         copy_beside(source, directory, leave=(".safetensors", ".safetensors.index.json", ".gguf"))
-        parts = write_files(directory / ".part", _tensors(checkpoint, format), min(shard_size, _PART_BYTES))
+        parts = write_files(directory / ".part", _tensors(checkpoint, format, layers), min(shard_size, _PART_BYTES))
         join_files(parts, directory, shard_size)
         for part in parts:
             part.unlink()
-        _write_json(checkpoint, directory, format)
+        _write_json(checkpoint, directory, format, layers)
         _verify(checkpoint, open_checkpoint(directory))
         finish = find_format(format).finish
         if finish is not None:
             finish(directory)
+        if (directory / REPORT).exists():
+            _write_report(directory, source, format)
 
 
-def _tensors(checkpoint: Checkpoint, format: str) -> Iterator[tuple[str, Tensor]]:  # noqa: A002
-    """Yield all tensors in the order of the files, those of layers as `format` packs them."""
+def _check(checkpoint: Checkpoint, format: str) -> None:  # noqa: A002
+    """Raise ConversionError where shapes and settings alone show that the format cannot hold a layer."""
+    layout, declared = find_format(format), checkpoint.declared
+    for name in checkpoint.other_names:
+        if name.rpartition(".")[2] in layout.suffixes:
+            raise ConversionError(f"{name} belongs to no quantized layer, but {format} would take it for a part of one")
+    for name, spec in checkpoint.layers.items():
+        try:
+            if spec.bits not in BITS and not layout.snaps:
+                raise ConfigError(f"{format} holds {', '.join(map(str, BITS))} bits, not {spec.bits}")
+            layout.check(spec)
+        except (ConfigError, ShapeError) as error:
+            raise ConversionError(f"{name}: {error}") from error
+        if layout.uniform and (spec.bits, spec.group_size) != (declared.bits, declared.group_size or spec.in_features):
+            raise ConversionError(
+                f"{name} has {spec.bits} bits and groups of {spec.group_size}, and {format} knows one setting for all "
+                "modules; choose another format, or quantize again without overrides"
+            )
+
+
+def _tensors(
+    checkpoint: Checkpoint,
+    format: str,  # noqa: A002
+    layers: dict[str, LayerSpec],
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors in the order of the files, those of layers as `format` packs them; enter what these are."""
     packed: set[str] = set()
     others = set(checkpoint.other_names)
     for full_name in checkpoint.tensors.where:
@@ -80,23 +111,25 @@ def _tensors(checkpoint: Checkpoint, format: str) -> Iterator[tuple[str, Tensor]
             yield full_name, checkpoint.tensor(full_name)
         elif name not in packed:
             packed.add(name)
+            weight = checkpoint.weight(name)
+            layers[name] = LayerSpec.of(weight)
             try:
-                tensors = find_format(format).pack(checkpoint.weight(name))
-            except (ConversionError, ShapeError) as error:
+                find_format(format).check(layers[name])
+                tensors = find_format(format).pack(weight)
+            except (ConversionError, ConfigError, ShapeError) as error:
                 raise ConversionError(f"{name}: {error}") from error
             yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in tensors.items())
 
 
-def _write_json(checkpoint: Checkpoint, directory: Path, format: str) -> None:  # noqa: A002
+def _write_json(
+    checkpoint: Checkpoint,
+    directory: Path,
+    format: str,  # noqa: A002
+    layers: Mapping[str, LayerSpec],
+) -> None:
     """Let every config say what the new files are; what the source says beside that stays."""
     report = read_json(directory / REPORT) if (directory / REPORT).exists() else {}
-    if report:
-        try:
-            report["config"]["format"] = format
-            write_report(directory, report)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{REPORT} is damaged ({error!r}); delete it, it is not needed") from error
-    values = _quantization_config(checkpoint, report, format)
+    values = _quantization_config(checkpoint, report, format, layers)
     model_config = read_json(directory / "config.json")
     if isinstance(model_config.get("quantization_config"), dict):
         write_json(directory / "config.json", {**model_config, "quantization_config": values})
@@ -104,7 +137,23 @@ def _write_json(checkpoint: Checkpoint, directory: Path, format: str) -> None:  
         write_json(directory / "quantize_config.json", values)
 
 
-def _quantization_config(checkpoint: Checkpoint, report: Mapping[str, Any], format: str) -> dict[str, Any]:  # noqa: A002
+def _write_report(directory: Path, source: Path, format: str) -> None:  # noqa: A002
+    """Let report and model card name the new format."""
+    report = read_json(directory / REPORT)
+    try:
+        report["config"]["format"] = format
+        write_report(directory, report)
+        write_card(directory, source)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{REPORT} is damaged ({error!r}); delete it, it is not needed") from error
+
+
+def _quantization_config(
+    checkpoint: Checkpoint,
+    report: Mapping[str, Any],
+    format: str,  # noqa: A002
+    layers: Mapping[str, LayerSpec],
+) -> dict[str, Any]:
     before, declared = checkpoint.quantization_config, checkpoint.declared
     meta = before["meta"] if isinstance(before.get("meta"), dict) else {}
     asked = meta.get("gptqkit") or report.get("config")  # of us; files of other programs only say what they are
@@ -114,7 +163,7 @@ def _quantization_config(checkpoint: Checkpoint, report: Mapping[str, Any], form
             config = QuantizeConfig.from_dict(asked)
     write, floats = find_format(format).write_config, matrices(checkpoint.other_names, checkpoint.tensors)
     values, old = (
-        write(dataclasses.replace(config, format=each, type=None), checkpoint.layers, floats)
+        write(dataclasses.replace(config, format=each, type=None), layers, floats)
         for each, write in ((format, write), (declared.format, checkpoint.format.write_config))
     )
     if write == checkpoint.format.write_config:  # then what only the source says stays

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 FORMATS = {
     "gptq": "export.gptq.V1",
     "gptq_v2": "export.gptq.V2",
+    "awq": "export.awq.FORMAT",
+    "marlin": "export.marlin.FORMAT",
+    "compressed-tensors": "export.compressed.FORMAT",
     "gguf": "export.gguf.GGUF",
 }
 """Every format by name, with the place of its `Format` in this package."""
@@ -81,7 +84,7 @@ class Declared:
             return regex.match(pattern, name, timeout=max(1e-3, MATCHING_SECONDS - sum(self._spent))) is not None
         except TimeoutError as error:
             raise CheckpointError(
-                f"dynamic's {pattern!r} takes more than {MATCHING_SECONDS} seconds to match; make it simpler"
+                f"the config's pattern {pattern!r} takes more than {MATCHING_SECONDS} seconds to match; make it simpler"
             ) from error
         finally:
             self._spent[0] += time.monotonic() - begin
@@ -127,15 +130,16 @@ class Format:
     Attributes:
         suffixes: The tensors of a layer, below its name.
         snap: The nearest scale and offset that it can hold, on which the solver builds its grids.
-        check: (shape, bits): raises ConfigError, before any work, for what it cannot hold.
+        check: Raises, before any work, for what it cannot hold: ShapeError for the shape, ConfigError for the settings.
         pack: A weight -> its tensors by suffix, exactly; ConversionError or ShapeError where it cannot hold it.
         spec: (name, tensors, declared) -> what they are, from shapes and dtypes; CheckpointError where they contradict.
         unpack: (name, tensors, spec) -> the weight, exactly; CheckpointError for values that no reader could use.
         write_config: (QuantizeConfig, layers, names of float matrices) -> the quantization config of a checkpoint.
         read_config: (quantization config, its file for messages) -> what it declares; CheckpointError.
+        uniform: Whether its configs know one setting of bits and group size for all modules.
         snaps: By type of the settings, where the format has types; then `snap` is not used.
-        choose: (settings of a module, its name in its block, number of the block, columns, model's config) -> settings
-            with the type of that module; ArchitectureError for models that it cannot hold.
+        choose: (settings of a module, its name, its columns, model's config) -> settings with the type of that module;
+            ArchitectureError for models that it cannot hold.
         accept: (model's config, tokenizer, names of all tensors): raises GptqkitError, before any work, for what it
             cannot hold.
         finish: Makes another kind of file of the safetensors files in a directory that is complete otherwise.
@@ -143,14 +147,15 @@ class Format:
 
     suffixes: Sequence[str]
     snap: Snap
-    check: Callable[[tuple[int, int], int], None]
+    check: Callable[[LayerSpec], None]
     pack: Callable[[QuantizedWeight], dict[str, Tensor]]
     spec: Callable[[str, Mapping[str, Tensor], Declared], LayerSpec]
     unpack: Callable[[str, Mapping[str, Tensor], LayerSpec], QuantizedWeight]
     write_config: Callable[[Any, Mapping[str, LayerSpec], Sequence[str]], dict[str, Any]]
     read_config: Callable[[Mapping[str, Any], str], Declared]
+    uniform: bool = False
     snaps: Mapping[str, Snap] = field(default_factory=dict)
-    choose: Callable[[Any, str, int | None, int, Mapping[str, Any]], Any] | None = None
+    choose: Callable[[Any, str, int, Mapping[str, Any]], Any] | None = None
     accept: Callable[[Mapping[str, Any], Any, Iterable[str]], None] | None = None
     finish: Callable[[Path], None] | None = None
 
@@ -174,11 +179,14 @@ def declared_format(values: Mapping[str, Any], where: str) -> str:
         CheckpointError: One that is not read here.
     """
     method = values.get("quant_method", values.get("method", "gptq"))
-    # checkpoint_format overrides format, as in transformers; both are young, and files without them are version 1.
-    layout = values.get("checkpoint_format") or values.get("format") or "gptq"
-    if values.get("is_marlin_format"):
-        layout = "marlin"
-    name = str(layout if method == "gptq" else method)
+    if method == "gptq":
+        # checkpoint_format overrides format, as in transformers; both are young, and files without them are version 1.
+        layout = values.get("checkpoint_format") or values.get("format") or "gptq"
+        name = "marlin" if values.get("is_marlin_format") else str(layout)
+    else:
+        layout = str(values.get("version" if "version" in values and method == "awq" else "format") or "").lower()
+        plain = {"awq": ("gemm", ""), "compressed-tensors": ("pack-quantized",)}.get(str(method), (layout,))
+        name = str(method) if layout in plain else f"{method}, {layout}"
     if name not in FORMATS:
         raise CheckpointError(
             f"{where}: the checkpoint format is {name!r}; {', '.join(FORMATS)} are read here. Save it again in one of "

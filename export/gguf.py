@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import ArchitectureError, CheckpointError, ConfigError, ConversionError
+from ..errors import ArchitectureError, CheckpointError, ConfigError, ConversionError, ShapeError
 from ..quantizer.config import QuantizeConfig
 from ..quantizer.gptq import solve_rtn
 from ..quantizer.quantized import QuantizedWeight
@@ -156,7 +156,7 @@ class _Stored:
 
 def rounded(weight: Tensor, kind: BlockType) -> Tensor:
     """Return a matrix, (out, in) in any float dtype, rounded to blocks, (out, bytes) uint8."""
-    how = QuantizeConfig(method="rtn", mse=True, format="gguf").with_type(kind.name)
+    how = QuantizeConfig(method="rtn", grid="mse", format="gguf").with_type(kind.name)
     parts = []
     for start in range(0, weight.shape[0], _ROWS):
         solved = solve_rtn(weight[start : start + _ROWS].float(), None, how, kind.snap).weight
@@ -215,9 +215,7 @@ def _add(writer: Any, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def choose(
-    config: QuantizeConfig, inner: str, layer: int | None, columns: int, model_config: Mapping[str, Any]
-) -> QuantizeConfig:
+def choose(config: QuantizeConfig, name: str, columns: int, model_config: Mapping[str, Any]) -> QuantizeConfig:
     """Return the settings of one Linear with the block type that the recipe gives it.
 
     Raises:
@@ -226,15 +224,14 @@ def choose(
     """
     if config.type is None:
         raise ConfigError(f"the format gguf needs a type, such as Q4_K_M: one of {', '.join(TYPES)}")
-    place = split_name(
-        inner if layer is None else f"model.layers.{layer}.{inner}", architecture_of(model_config).modules
-    )
+    place = split_name(name, architecture_of(model_config).modules)
     if place is None:
         raise ArchitectureError(
-            f"{inner} has no name in llama.cpp's {model_config['model_type']}; choose another format"
+            f"{name} has no name in llama.cpp's {model_config['model_type']}; choose another format"
         )
-    stem = place[0].rpartition(".")[2]
-    return config.with_type(choose_type(config.type, stem, columns, layer=layer or 0, **counts(model_config)))
+    *block, stem = place[0].split(".")
+    layer = int(block[1]) if block else 0
+    return config.with_type(choose_type(config.type, stem, columns, layer=layer, **counts(model_config)))
 
 
 def accept(model_config: Mapping[str, Any], tokenizer: Any, names: Iterable[str]) -> None:
@@ -244,9 +241,9 @@ def accept(model_config: Mapping[str, Any], tokenizer: Any, names: Iterable[str]
     tokenizer_metadata(tokenizer, model_config["vocab_size"])
 
 
-def _check_shape(shape: tuple[int, int], bits: int) -> None:  # noqa: ARG001
-    if shape[1] % 32:
-        raise ConfigError(f"{shape} is its shape, and GGUF's blocks need multiples of 32 columns")
+def _check_shape(spec: LayerSpec) -> None:
+    if spec.in_features % 32:
+        raise ShapeError(f"it has {spec.in_features} columns, and GGUF's blocks need multiples of 32")
 
 
 def _pack(weight: QuantizedWeight) -> dict[str, Tensor]:

@@ -186,12 +186,24 @@ def counts(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a model as llama.cpp reads them, by key, but for those of the tokenizer."""
+    """Return the settings of a model as llama.cpp reads them, by key, but for those of the tokenizer.
+
+    Raises:
+        ArchitectureError: As `architecture_of`, or settings are missing.
+    """
     found = architecture_of(config)
+    try:
+        values = _values(config, found)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArchitectureError(f"config.json lacks settings that GGUF needs ({error}); fetch it again") from error
+    return {f"{found.name}.{key}": value for key, value in values.items()}
+
+
+def _values(config: Mapping[str, Any], found: Architecture) -> dict[str, Any]:
     heads, width = config["num_attention_heads"], config["hidden_size"]
     size = config.get("head_dim") or width // heads
     window = config.get("sliding_window") if config["model_type"] in ("mistral", "mixtral", "phi3") else None
-    values: dict[str, Any] = {
+    return {
         "vocab_size": config["vocab_size"],
         # llama.cpp knows no sliding window here; within it nothing is different
         "context_length": min(config["max_position_embeddings"], window or config["max_position_embeddings"]),
@@ -207,7 +219,6 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         **_rope(config),
         **found.more(config),
     }
-    return {f"{found.name}.{key}": value for key, value in values.items()}
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:

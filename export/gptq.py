@@ -19,22 +19,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, ConfigError, ConversionError
+from ..errors import CheckpointError, ShapeError
 from ..quantizer.grid import IntegerZeroPoint
 from ..quantizer.quantized import QuantizedWeight
 from .bits import codes_per_unit, pack, unpack
 from .formats import Declared, Format, LayerSpec
 from .gptq_config import read_config, write_config
+from .layers import BIAS, INDEX, SCALES, WORDS, check_kinds, check_shapes, is_act_order, make_weight, stored_grid
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 
-_DTYPES = {
-    "qweight": (2, (torch.int32,)),
-    "qzeros": (2, (torch.int32,)),
-    "scales": (2, (torch.float16, torch.bfloat16)),
-    "g_idx": (1, (torch.int32,)),
-    "bias": (1, (torch.float16, torch.bfloat16, torch.float32)),
-}
+_KINDS = {"qweight": WORDS, "qzeros": WORDS, "scales": SCALES, "g_idx": INDEX, "bias": BIAS}
 
 # GPTQModel before 7.0 turned 3-bit zeros into version 1 with the constants of words 0 and 2 swapped: of every 32 zeros
 # it took these amounts off instead of 1. Symmetric files (zero 4) show it. Code 21 also loses a borrow between words.
@@ -42,11 +37,11 @@ _SWAPPED_OFFSETS = torch.tensor([4] * 10 + [0] + [1] * 10 + [3] + [2] * 10, dtyp
 _BORROWING_CODE = 21
 
 
-def check_shape(shape: tuple[int, int], bits: int) -> None:
-    """Raise ConfigError where codes or zero points of a weight of this shape, (out, in), do not fill int32 words."""
-    unit = codes_per_unit(bits)
+def check_spec(spec: LayerSpec) -> None:
+    """Raise ShapeError where codes or zero points of a weight do not fill int32 words."""
+    unit, shape = codes_per_unit(spec.bits), (spec.out_features, spec.in_features)
     if shape[0] % unit or shape[1] % unit:
-        raise ConfigError(f"{shape} is its shape, and packed {bits}-bit weights need multiples of {unit} both ways")
+        raise ShapeError(f"{shape} is its shape, and packed {spec.bits}-bit weights need multiples of {unit} both ways")
 
 
 def pack_layer(weight: QuantizedWeight, *, offset: int) -> dict[str, Tensor]:
@@ -56,18 +51,7 @@ def pack_layer(weight: QuantizedWeight, *, offset: int) -> dict[str, Tensor]:
         ShapeError: Rows or columns do not fill whole int32 words.
         ConversionError: Zero points that the version cannot hold, or scales that float16 cannot.
     """
-    if weight.bits not in (2, 3, 4, 8):
-        raise ConversionError(f"GPTQ files hold 2, 3, 4 and 8 bits, not {weight.bits}")
-    zero = weight.zero_point()
-    outside = int(((zero < offset) | (zero >= offset + (1 << weight.bits))).sum())
-    if outside:
-        raise ConversionError(
-            f"{outside} of {zero.numel()} zero points lie outside {offset} ... {offset + (1 << weight.bits) - 1}, "
-            f"which is what {_name(offset)} holds at {weight.bits} bits; keep {_name(1 - offset)}, or quantize again"
-        )
-    scales = weight.scale.to(torch.float16)
-    if not torch.equal(scales.float(), weight.scale):
-        raise ConversionError("some scales are no float16 values, which GPTQ files hold; quantize again")
+    zero, scales = stored_grid(weight, "gptq" if offset else "gptq_v2", least=offset)
     return {
         "qweight": pack(weight.codes, weight.bits).t().contiguous(),
         "qzeros": pack(zero.t() - offset, weight.bits),
@@ -77,22 +61,13 @@ def pack_layer(weight: QuantizedWeight, *, offset: int) -> dict[str, Tensor]:
 
 
 def layer_spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> LayerSpec:
-    """Return what a layer's tensors are; of their values only g_idx is read.
+    """Return what a layer's tensors are; of their values only g_idx is read, or on the meta device nothing.
 
     Raises:
         CheckpointError: A tensor is missing, or its dtype, shape or g_idx contradicts the config or the others.
     """
     bits, group_size, sym = declared.for_module(name)
-    for key in ("qweight", "qzeros", "scales"):
-        if key not in tensors:
-            raise CheckpointError(f"{name}.{key} is missing; a GPTQ layer needs qweight, qzeros and scales")
-    for key, tensor in tensors.items():
-        axes, dtypes = _DTYPES[key]
-        if tensor.ndim != axes or tensor.dtype not in dtypes:
-            raise CheckpointError(
-                f"{name}.{key} is {tensor.dtype} {tuple(tensor.shape)}; {' or '.join(map(str, dtypes))} with {axes} "
-                "axes is needed"
-            )
+    check_kinds(name, tensors, _KINDS, ("qweight", "qzeros", "scales"))
     words, outputs = tensors["qweight"].shape
     columns = words * 32 // bits
     if not words or columns % codes_per_unit(bits):
@@ -107,31 +82,16 @@ def layer_spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> 
     size = columns if group_size is None else group_size
     groups = -(-columns // size)
     shapes = {"g_idx": (columns,), "qzeros": (groups, outputs * bits // 32), "scales": (groups, outputs)}
-    for key, shape in {**shapes, "bias": (outputs,)}.items():
-        if key in tensors and tuple(tensors[key].shape) != shape:
-            grouping = "one group per row" if group_size is None else f"groups of {size}"
-            raise CheckpointError(
-                f"{name}.{key} has shape {tuple(tensors[key].shape)}; qweight {(words, outputs)} with {bits} bits and "
-                f"{grouping}, as the quantization config says, needs {shape}. Correct the config or fetch the files "
-                "again"
-            )
-    index = tensors.get("g_idx")
-    if index is None and groups > 1 and declared.desc_act and not declared.static_groups:
-        raise CheckpointError(
-            f"{name}.g_idx is missing; with desc_act it says to which group a column belongs. Fetch the files again"
-        )
-    if index is not None and not 0 <= int(index.min()) <= int(index.max()) < groups:
-        raise CheckpointError(
-            f"{name}.g_idx spans {int(index.min())} ... {int(index.max())}; the layer has groups 0 ... {groups - 1}. "
-            "The file is damaged: fetch it again"
-        )
+    given = f"qweight {(words, outputs)} with {bits} bits"
+    check_shapes(name, tensors, {**shapes, "bias": (outputs,)}, given, group_size)
+    ordered = declared.desc_act and not declared.static_groups
     return LayerSpec(
         in_features=columns,
         out_features=outputs,
         bits=bits,
         group_size=size,
         sym=sym,
-        act_order=index is not None and not index.equal(_trivial_index(columns, size)),
+        act_order=is_act_order(f"{name}.g_idx", tensors.get("g_idx"), columns, size, declared=ordered),
     )
 
 
@@ -141,9 +101,6 @@ def unpack_layer(name: str, tensors: Mapping[str, Tensor], spec: LayerSpec, *, o
     Raises:
         CheckpointError: Scales that are not finite, or the 3-bit zeros that GPTQModel before 7.0 shifted wrongly.
     """
-    scale = tensors["scales"].float().t().contiguous()
-    if not bool(scale.isfinite().all()):
-        raise CheckpointError(f"{name}.scales holds NaN or infinity; fetch the file again or quantize again")
     stored = unpack(tensors["qzeros"], spec.bits)
     if spec.bits == 3 and spec.sym and offset:
         swapped = stored.view(-1, 32) == (4 - _SWAPPED_OFFSETS).to(stored.device)
@@ -154,31 +111,15 @@ def unpack_layer(name: str, tensors: Mapping[str, Tensor], spec: LayerSpec, *, o
                 "checkpoint with that GPTQModel and save it again as gptq_v2"
             )
     zero = (stored.to(torch.int16) + offset).t()
-    index = tensors.get("g_idx")
-    return QuantizedWeight(
-        codes=unpack(tensors["qweight"].t(), spec.bits),
-        scale=scale,
-        offset=-(zero * scale),
-        group_index=_trivial_index(spec.in_features, spec.group_size).to(scale.device) if index is None else index,
-        bits=spec.bits,
-        group_size=spec.group_size,
-        sym=spec.sym and bool((zero == 1 << (spec.bits - 1)).all()),
-    )
-
-
-def _trivial_index(columns: int, group_size: int) -> Tensor:
-    return (torch.arange(columns) // group_size).to(torch.int32)
-
-
-def _name(offset: int) -> str:
-    return "gptq" if offset else "gptq_v2"
+    codes, scale = unpack(tensors["qweight"].t(), spec.bits), tensors["scales"].t()
+    return make_weight(spec, codes, scale, zero, tensors.get("g_idx"), where=f"{name}.scales")
 
 
 def _version(offset: int) -> Format:
     return Format(
         suffixes=SUFFIXES,
         snap=IntegerZeroPoint(least=offset),
-        check=check_shape,
+        check=check_spec,
         pack=partial(pack_layer, offset=offset),
         spec=layer_spec,
         unpack=partial(unpack_layer, offset=offset),

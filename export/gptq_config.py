@@ -7,25 +7,27 @@ full names, "-:" for modules in floating point) and "modules_in_block_to_quantiz
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import regex
-
-from ..errors import CheckpointError, ConfigError
-from ..quantizer.config import ModuleOverride, QuantizeConfig
-from ..version import __version__
+from ..errors import CheckpointError
+from ..quantizer.config import QuantizeConfig
 from .formats import Declared, LayerSpec, declared_format
+from .modules import (
+    FLOAT,
+    check_pattern,
+    check_settings,
+    inside_blocks,
+    meta_of,
+    outside_blocks,
+    patterns_of,
+    skipped_in_dynamic,
+    skipped_modules,
+    writer_of,
+)
 
-FLOAT = "-:"  # in "dynamic": the modules stay in floating point
 CHANGED = "+:"  # in "dynamic": the modules have settings of their own
-
-# Readers that fuse projections look modules up by the fused name.
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
-_BLOCK = re.compile(r"(?P<prefix>(?:.*?\.)?)(?P<number>\d+)\.(?P<inner>.+)")
 
 
 def read_config(values: Mapping[str, Any], where: str) -> Declared:
@@ -43,14 +45,10 @@ def read_config(values: Mapping[str, Any], where: str) -> Declared:
     if not isinstance(dynamic, dict) or not all(isinstance(rule, dict) for rule in dynamic.values()):
         raise CheckpointError(f"{where}: dynamic must map regular expressions to objects")
     for pattern, rule in dynamic.items():
-        try:
-            regex.compile(pattern.removeprefix(FLOAT).removeprefix(CHANGED))
-        except (regex.error, RecursionError, OverflowError) as error:
-            raise CheckpointError(f"{where}: dynamic's {pattern!r} is not a regular expression: {error}") from error
-        _check(rule, f"dynamic[{pattern!r}] of the quantization config")
-    _check(values, where)
-    meta, size = values.get("meta"), values["group_size"]
-    writer = meta.get("quantizer") if isinstance(meta, dict) else None
+        check_pattern(pattern.removeprefix(FLOAT).removeprefix(CHANGED), f"{where}: dynamic's {pattern!r}")
+        check_settings(rule, f"dynamic[{pattern!r}] of the quantization config")
+    check_settings(values, where)
+    size = values["group_size"]
     return Declared(
         format=declared_format(values, where),
         bits=values["bits"],
@@ -58,7 +56,7 @@ def read_config(values: Mapping[str, Any], where: str) -> Declared:
         sym=bool(values.get("sym", True)),
         desc_act=bool(values.get("desc_act", False)),
         static_groups=bool(values.get("static_groups", False)),
-        writer=", ".join(map(str, writer)) if isinstance(writer, list) else writer and str(writer),
+        writer=writer_of(values),
         dynamic=dynamic,
     )
 
@@ -80,73 +78,27 @@ def write_config(config: QuantizeConfig, layers: Mapping[str, LayerSpec], matric
         "group_size": -1 if config.group_size is None else config.group_size,
         "desc_act": any(layer.act_order for layer in layers.values()),
         "sym": config.sym and all(layer.sym for layer in layers.values()),
-        "lm_head": any(_BLOCK.fullmatch(name) is None for name in layers),
+        "lm_head": any(map(outside_blocks, layers)),
         "checkpoint_format": config.format,
         "format": config.format,
         "pack_dtype": "int32",
         "true_sequential": config.true_sequential,
         "static_groups": config.static_groups,
         "damp_percent": config.damp_percent,
-        "meta": {"quantizer": [f"gptqkit:{__version__}"], "gptqkit": config.to_dict()},
+        "meta": meta_of(config),
     }
     skipped = skipped_modules(layers, matrices)
-    dynamic: dict[str, dict[str, int]] = {pattern: {} for pattern in _patterns(FLOAT, skipped, [*layers, *skipped])}
+    dynamic = skipped_in_dynamic(layers, skipped)
     changed: dict[tuple[int, int], list[str]] = defaultdict(list)
     for name, layer in layers.items():
         if (layer.bits, layer.group_size) != (config.bits, config.group_size or layer.in_features):
             size = -1 if layer.group_size == layer.in_features else layer.group_size
             changed[layer.bits, size].append(name)
     for (bits, size), names in changed.items():
-        for pattern in _patterns(CHANGED, names, [*layers, *skipped]):
+        for pattern in patterns_of(CHANGED, names, [*layers, *skipped]):
             dynamic[pattern] = {"bits": bits, "group_size": size}
     if dynamic:
         values["dynamic"] = dynamic
     if skipped:
-        inner = [match["inner"] for name in layers if (match := _BLOCK.fullmatch(name))]
-        values["modules_in_block_to_quantize"] = [list(dict.fromkeys(inner))]
+        values["modules_in_block_to_quantize"] = [inside_blocks(layers)]
     return values
-
-
-def skipped_modules(layers: Iterable[str], matrices: Iterable[str]) -> list[str]:
-    """Return the modules of the quantized blocks that have a 2-D weight in floating point."""
-    prefixes = {match["prefix"] for name in layers if (match := _BLOCK.fullmatch(name))}
-    names = [name.removesuffix(".weight") for name in matrices if name.endswith(".weight")]
-    return [name for name in names if (match := _BLOCK.fullmatch(name)) and match["prefix"] in prefixes]
-
-
-def _patterns(sign: str, names: Iterable[str], universe: Iterable[str]) -> list[str]:
-    """Return regular expressions that match exactly `names`, and their fused forms, among the modules of `universe`."""
-    blocks: dict[str, set[str]] = defaultdict(set)
-    for (prefix, _), numbers in _by_inner(universe).items():
-        blocks[prefix] |= numbers
-    chosen = _by_inner(names)
-    patterns = []
-    for (prefix, inner), numbers in chosen.items():
-        number = ""
-        if numbers != {""}:
-            number = r"\d+\." if numbers == blocks[prefix] else rf"(?:{'|'.join(sorted(numbers, key=int))})\."
-        stem, dot, last = inner.rpartition(".")
-        lasts = [last]
-        for fused, parts in FUSED.items():
-            if last in parts and all(chosen.get((prefix, stem + dot + part)) == numbers for part in parts):
-                lasts.append(fused)
-        end = re.escape(last) if len(lasts) == 1 else f"(?:{'|'.join(lasts)})"
-        patterns.append(f"{sign}^{re.escape(prefix)}{number}{re.escape(stem + dot)}{end}$")
-    return patterns
-
-
-def _by_inner(names: Iterable[str]) -> dict[tuple[str, str], set[str]]:
-    """Return the block numbers of every (prefix, inner name); {""} for a module outside the blocks."""
-    found: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for name in names:
-        match = _BLOCK.fullmatch(name)
-        key = (match["prefix"], match["inner"]) if match else ("", name)
-        found[key].add(match["number"] if match else "")
-    return found
-
-
-def _check(values: Mapping[str, Any], where: str) -> None:
-    try:
-        ModuleOverride(bits=values.get("bits"), group_size=values.get("group_size"))
-    except ConfigError as error:
-        raise CheckpointError(f"{where}: {error}") from error

@@ -17,9 +17,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.modeling_utils import str_to_torch_dtype
 
 from ..errors import CheckpointError
-from .files import PICKLES, check_file
+from ..hub import Remote
+from .files import check_file
 
 MAX_SHARD_BYTES = 4 << 30
 LONGEST_NAME = 500  # of a tensor: what becomes of names is found with regular expressions, which take time
@@ -80,18 +82,19 @@ class Shards:
         return Shards(where, {file: _open(file) for file in dict.fromkeys(where.values())})
 
     @classmethod
-    def of_files(cls, files: Iterable[Path]) -> Shards:
-        """Return all tensors of some files."""
-        handles = {file: _open(file) for file in files}
+    def of_files(cls, files: Iterable[Path], remote: Remote | None = None) -> Shards:
+        """Return all tensors of some files, of those that are missing as `of_folder`."""
+        handles = {file: _open(file, remote) for file in files}
         return cls({name: file for file, handle in handles.items() for name in handle.keys()}, handles)  # noqa: SIM118
 
     @classmethod
-    def of_folder(cls, path: Path, base_name: object = None) -> Shards:
+    def of_folder(cls, path: Path, base_name: object = None, remote: Remote | None = None) -> Shards:
         """Return all tensors of the checkpoint in the directory `path`.
 
         Args:
             path: The directory.
             base_name: AutoGPTQ's name of the weight file without its suffix, from its quantize_config.json.
+            remote: Where on the Hub the files are that are missing there: their tensors are on the meta device.
 
         Raises:
             CheckpointError: No safetensors files, several without an index, an index that points elsewhere or to what
@@ -100,13 +103,16 @@ class Shards:
         usual = path / "model.safetensors.index.json"
         indices = [usual] if usual.exists() else sorted(path.glob("*.safetensors.index.json"))
         if not indices:
-            return cls.of_files([_find_single(path, base_name)])
+            files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.gguf"))
+            if not files and remote is not None:
+                files = [path / name for name in remote.names() if "/" not in name and name.endswith(".safetensors")]
+            return cls.of_files([_find_single(path, files, base_name)], remote)
         index = indices[0]
         if len(indices) > 1:
             found = some(file.name for file in indices)
             raise CheckpointError(f"{path} has several indices: {found}; keep the right one")
         where = {name: path / file for name, file in _weight_map(index).items()}
-        handles = {file: _open(file) for file in dict.fromkeys(where.values())}
+        handles = {file: _open(file, remote) for file in dict.fromkeys(where.values())}
         held = {file: set(handle.keys()) for file, handle in handles.items()}
         for name, file in where.items():
             if name not in held[file]:
@@ -215,8 +221,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
 
 
-def _find_single(path: Path, base_name: object) -> Path:
-    found = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.gguf"))
+def _find_single(path: Path, found: Sequence[Path], base_name: object) -> Path:
     if len(found) == 1:
         return found[0]
     for file in (path / "model.safetensors", path / f"{base_name}.safetensors"):
@@ -226,12 +231,6 @@ def _find_single(path: Path, base_name: object) -> Path:
         raise CheckpointError(
             f"{path} has {len(found)} files of weights ({some(file.name for file in found)}) and no index; fetch "
             "model.safetensors.index.json"
-        )
-    pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLES)
-    if pickles:
-        raise CheckpointError(
-            f"{path} has only pickled weights ({some(pickles)}); opening a pickle can run any code, so they are "
-            "refused. Save the checkpoint again as safetensors with the program that wrote it"
         )
     raise CheckpointError(f"{path} has no safetensors file; fetch the weights")
 
@@ -250,7 +249,25 @@ def _weight_map(index: Path) -> dict[str, str]:
     return cast(dict[str, str], weight_map)
 
 
-def _open(file: Path) -> Any:
+class _Header:
+    """The header of a safetensors file as a handle of it."""
+
+    def __init__(self, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> None:
+        self._tensors = tensors
+
+    def keys(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def get_tensor(self, name: str) -> Tensor:
+        dtype, shape = self._tensors[name]
+        if dtype not in str_to_torch_dtype:
+            raise CheckpointError(f"{name} has the dtype {dtype!r}, which is not known here")
+        return torch.empty(shape, dtype=str_to_torch_dtype[dtype], device="meta")
+
+
+def _open(file: Path, remote: Remote | None = None) -> Any:
+    if remote is not None and not file.exists():
+        return _Header(remote.header(file.name))
     if file.suffix == ".gguf":
         from .gguf_file import GgufFile  # here, because nobody else needs it
 

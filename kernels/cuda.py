@@ -48,6 +48,11 @@ class CudaLinear(QuantLinear):
         """Return why the kernels cannot serve the layer, or None where they can; may build them, once."""
         return super().refusal(weight, dtype) or unfit(weight, dtype) or library_for(weight.codes.device)[1] or None
 
+    @property
+    def weight(self) -> Tensor:
+        """What stands for the weight, (out, in): models that look at its dtype, such as T5, find it, but no values."""
+        return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, (..., out) in the dtype of `x`, which is (..., in) in that of the bias.
 

@@ -15,6 +15,15 @@ from ..settings import settings_of
 from .methods import METHODS
 
 BITS = (2, 3, 4, 8)
+GRIDS = ("minmax", "mse", "sim")
+QUALITIES: Mapping[str, Mapping[str, Any]] = {
+    "fast": {"method": "gptq", "grid": "mse", "learn_iterations": 0, "tune_epochs": 0},
+    "balanced": {"method": "gptaq", "grid": "sim", "learn_iterations": 40, "tune_epochs": 0},
+    "best": {"method": "gptaq", "grid": "sim", "learn_iterations": 150, "tune_epochs": 2},
+}
+"""What a quality stands for, where a setting is not given by itself."""
+
+_BY_QUALITY: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +64,9 @@ class QuantizeConfig:
         bits: Bits per weight.
         group_size: Input columns that share a scale and a zero point; -1 for one group per row.
         sym: Symmetric or asymmetric grids: the zero point is fixed at 2^(bits-1), or chosen for every group.
+        quality: "fast" solves every layer with gptq; "balanced" is gptaq with simulated grids and 40 steps of learned
+            rounding per block; "best" takes 150 steps and tunes the scales of the whole model. Each sets `method`,
+            `grid`, `learn_iterations` and `tune_epochs`, where these are not given.
         method: "rtn" rounds to nearest; "gptq" moves each column's error onto later columns (arXiv 2210.17323);
             "gptaq" also corrects for the errors of earlier layers (arXiv 2504.02692).
         desc_act: Quantize columns in order of decreasing diag(H), H being the Hessian. Groups follow that order, so the
@@ -64,9 +76,14 @@ class QuantizeConfig:
             default, unless `desc_act` is on.
         damp_percent: Damping added to the Hessian's diagonal, as a fraction of its mean; raised tenfold, and reported,
             where the Hessian is singular.
-        mse: Search each group's grid for the least squared error, weighted by diag(H), instead of spanning minimum to
-            maximum. On by default, except with "rtn".
+        grid: How each group's grid is chosen: "minmax" spans minimum to maximum; "mse" searches for the least squared
+            error, weighted by diag(H); "sim" then tries the sweep itself on grids nearby, but for static groups. With
+            "rtn" the default is "minmax".
         alpha: Strength of gptaq's correction, from 0 to 1.
+        learn_iterations: Steps of learned rounding after a block is solved: its codes and scales are moved until its
+            output comes nearest to the float model's (arXiv 2309.05516, from the method's own solution); 0 for none.
+        tune_epochs: How often the samples are gone through to tune all scales of the finished model on the divergence
+            of its predictions from the float model's, both in memory as a whole; 0 for not at all.
         true_sequential: Calibrate each layer on the outputs of the layers already quantized in the same block.
         block_size: Columns per lazy update of the sweep; affects only the speed.
         float64: Factorize and sweep in double precision.
@@ -75,7 +92,8 @@ class QuantizeConfig:
         lm_head: Quantize the output layer too, unless it is tied to the embedding.
         overrides: Settings for single modules by regular expression, matched with `re.search` against the module's full
             name; the first match counts. Each is a `ModuleOverride` or a dictionary of its fields.
-        format: Checkpoint format; "gptq" is version 1, which has no zero point 0.
+        format: Checkpoint format; "gptq" is version 1, which has no zero point 0. "awq" and "marlin" hold 4 bits, and
+            no act-order without `static_groups`.
         type: Of the format "gguf", which it chooses: the recipe, tensor by tensor as in llama.cpp, where Q4_K_M is
             usual, or one block type for all Linears, such as q4_k. It decides bits, group_size and sym.
 
@@ -93,13 +111,16 @@ class QuantizeConfig:
     bits: int = field(default=4, metadata={"choices": BITS})
     group_size: int | None = 128
     sym: bool = field(default=True, metadata={"off": "asym"})
-    method: str = field(default="gptq", metadata={"choices": METHODS})
+    quality: str = field(default="fast", metadata={"choices": QUALITIES})
+    method: str = field(default=_BY_QUALITY, metadata={"choices": METHODS})
     desc_act: bool = False
     static_groups: bool = False
     act_group_aware: bool | None = None
     damp_percent: float = 0.01
-    mse: bool | None = None
+    grid: str = field(default=_BY_QUALITY, metadata={"choices": GRIDS})
     alpha: float = 0.25
+    learn_iterations: int = _BY_QUALITY
+    tune_epochs: int = _BY_QUALITY
     true_sequential: bool = True
     block_size: int = 128
     float64: bool = False
@@ -117,6 +138,15 @@ class QuantizeConfig:
         if self.group_size is not None:
             _check_group_size(self.group_size)
             object.__setattr__(self, "group_size", None if self.group_size == -1 else self.group_size)
+        if self.quality not in QUALITIES:
+            raise ConfigError(f"quality is {self.quality!r}; choose one of {', '.join(QUALITIES)}")
+        for name, value in QUALITIES[self.quality].items():
+            if getattr(self, name) is None:
+                if (name, self.method) == ("grid", "rtn"):
+                    value = "minmax"
+                elif name == "tune_epochs" and self.type is not None:  # scales of two levels cannot move freely
+                    value = 0
+                object.__setattr__(self, name, value)
         if self.method not in METHODS:
             raise ConfigError(f"method is {self.method!r}; choose one of {', '.join(METHODS)}")
         if self.format not in FORMATS:
@@ -125,12 +155,18 @@ class QuantizeConfig:
             raise ConfigError("desc_act and act_group_aware are two orders of the same columns; choose one")
         if self.act_group_aware is None:
             object.__setattr__(self, "act_group_aware", not self.desc_act)
-        if self.mse is None:
-            object.__setattr__(self, "mse", self.method != "rtn")
+        if self.grid not in GRIDS:
+            raise ConfigError(f"grid is {self.grid!r}; choose one of {', '.join(GRIDS)}")
         if not 0 < self.damp_percent < 1:
             raise ConfigError(f"damp_percent is {self.damp_percent}; it must lie between 0 and 1 (0.01 is usual)")
         if not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha is {self.alpha}; it must lie between 0 and 1 (0.25 is published)")
+        if self.learn_iterations < 0:
+            raise ConfigError(f"learn_iterations is {self.learn_iterations}; give 0 for none, or such as 40 or 200")
+        if self.tune_epochs < 0:
+            raise ConfigError(f"tune_epochs is {self.tune_epochs}; give 0 for none, or such as 2")
+        if self.tune_epochs and self.type is not None:
+            raise ConfigError(f"tune_epochs is {self.tune_epochs}, but scales of GGUF's blocks are not tuned; give 0")
         if self.block_size < 1:
             raise ConfigError(f"block_size is {self.block_size}; it must be positive")
         if not isinstance(self.overrides, Mapping):
@@ -145,7 +181,7 @@ class QuantizeConfig:
 
     def plain_rounding(self) -> QuantizeConfig:
         """Return the same grids without search or solver: what every method is compared with."""
-        return dataclasses.replace(self, method="rtn", mse=False)
+        return dataclasses.replace(self, method="rtn", grid="minmax", learn_iterations=0)
 
     def for_module(self, name: str) -> QuantizeConfig | None:
         """Return the settings for the module called `name`, or None where it stays in floating point."""

@@ -15,7 +15,7 @@ from ..kernels.library import KernelLibrary
 from ..kernels.sweep import MOST_COLUMNS, Sweep, sweep_block, sweep_library
 from .config import QuantizeConfig
 from .factor import HessianFactor, factorize
-from .grid import GroupGrid, IntegerZeroPoint, Snap, fit_grid
+from .grid import GroupGrid, IntegerZeroPoint, Snap, fit_grid, improve_grid
 from .methods import Method, Moments, Solution
 from .order import ColumnOrder, column_order
 from .quantized import QuantizedWeight
@@ -25,12 +25,12 @@ _SEGMENT = 16  # columns swept one by one before the rest of the block is update
 
 
 def solve_rtn(weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap: Snap) -> Solution:
-    """Round every weight to the nearest point of its group's grid; where `mse` searches for it, weighed by diag(H).
+    """Round every weight to the nearest point of its group's grid; where `grid` searches for it, weighed by diag(H).
 
     Args:
         weight: W, (out, in), any float dtype; not modified.
         moments: H, where there is one.
-        config: Bits, groups, sym and mse.
+        config: Bits, groups, sym and grid.
         snap: What the file can hold.
 
     Raises:
@@ -46,7 +46,7 @@ def solve_rtn(weight: Tensor, moments: Moments | None, config: QuantizeConfig, s
     sweep.fit_static_grids(diagonal)
     for start in range(0, columns, group_size):
         sweep.round(slice(start, start + group_size), target[start : start + group_size])
-    return Solution(weight=sweep.quantized_weight())
+    return Solution(weight=sweep.quantized_weight(), latent=target.T.float() if config.learn_iterations else None)
 
 
 def solve_gptq(weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap: Snap) -> Solution:
@@ -109,6 +109,7 @@ def solve_gptaq(weight: Tensor, moments: Moments | None, config: QuantizeConfig,
         damp_percent=factor.damp_percent,
         damp_escalations=factor.escalations,
         dead_columns=factor.dead_columns,
+        latent=sweep.latent(),
     )
 
 
@@ -167,6 +168,7 @@ class _Sweep:
         order: Which column stands at each position, and its group.
         codes: (columns, rows) uint8, decided position by position.
         values: (columns, rows), what the codes stand for.
+        rounded: (columns, rows), w at the moment it was rounded, where the rounding is learned afterwards.
         grids: By number of the group, once they are fitted.
         span: Columns whose grids are fitted together: one group, or those of a super-block.
     """
@@ -178,6 +180,7 @@ class _Sweep:
         self.span = snap.columns if isinstance(snap, TwoLevel) else self.group_size
         self.codes = torch.empty(columns, rows, dtype=torch.uint8, device=target.device)
         self.values = torch.empty_like(target)
+        self.rounded = torch.empty_like(target) if config.learn_iterations else None
         self.grids: dict[int, GroupGrid] = {}
         self._group: list[int] = order.group.tolist()
 
@@ -185,10 +188,12 @@ class _Sweep:
         """Sweep all columns; return the sum of ((w_i - q_i) R_ii)^2, which equals tr(E Hd ET)."""
         target, importance = self.target, upper.diagonal().square()
         library = None
-        if block_size <= MOST_COLUMNS and isinstance(self.snap, IntegerZeroPoint):
+        if self.config.grid != "sim" and block_size <= MOST_COLUMNS and isinstance(self.snap, IntegerZeroPoint):
             library = sweep_library(target)
         error = torch.empty_like(target)  # E = W - Q
-        current = torch.empty_like(target) if shift is not None else None  # w at the moment it was rounded
+        current = self.rounded  # w at the moment it was rounded
+        if current is None and shift is not None:
+            current = torch.empty_like(target)
         loss = torch.zeros((), dtype=torch.float64, device=target.device)  # read at the end: a GPU is not waited for
         for start in range(0, target.shape[0], block_size):
             stop = min(start + block_size, target.shape[0])
@@ -205,8 +210,9 @@ class _Sweep:
             else:
                 scaled = self._sweep_block_fused(library, block, start, inverse, inner, importance)
             loss += scaled.square().sum(dtype=torch.float64)
-            if inner is not None and current is not None:
+            if current is not None:
                 current[start:stop] = block
+            if inner is not None:
                 target[start:stop].addmm_(inner.T, block)
             error[start:stop] = target[start:stop] - self.values[start:stop]
         return float(loss)
@@ -217,16 +223,27 @@ class _Sweep:
         """Round the columns of one block in turn; return (w_i - q_i) / U_ii of each, (columns, rows).
 
         `block` enters up to date with all earlier blocks and leaves as the weights at the moment they were rounded.
-        Columns of one segment are updated one by one, those beyond it with one matrix product per segment; segments end
-        where groups begin, so that a group's grid sees up-to-date weights.
+        Grids are fitted where their groups begin, to up-to-date weights.
         """
         scaled = torch.empty_like(block)
-        width = block.shape[0]
-        begin = 0
-        while begin < width:
-            self._begin_group(start + begin, block, begin, importance)
-            next_group = begin + self.span - (start + begin) % self.span
-            end = min(begin + _SEGMENT, next_group, width)
+        for begin in range(0, len(block), self.span):
+            part, rest = slice(begin, begin + self.span), slice(begin + self.span, None)
+            inner = None if shift is None else shift[part, part]
+            self._begin_group(start + begin, block[part], inverse[part, part], inner, importance)
+            scaled[part] = self._sweep_group(block[part], start + begin, inverse[part, part], inner)
+            block[rest].addmm_(inverse[part, rest].T, scaled[part], alpha=-1)
+            if shift is not None:
+                block[rest].addmm_(shift[part, rest].T, block[part])
+        return scaled
+
+    def _sweep_group(self, block: Tensor, start: int, inverse: Tensor, shift: Tensor | None) -> Tensor:
+        """Do the same with columns whose grids are there.
+
+        Columns of one segment are updated one by one, those beyond it with one matrix product per segment.
+        """
+        scaled = torch.empty_like(block)
+        for begin in range(0, len(block), _SEGMENT):
+            end = min(begin + _SEGMENT, len(block))
             for i in range(begin, end):
                 rounded = self.round(start + i, block[i])
                 scaled[i] = (block[i] - rounded) / inverse[i, i]
@@ -234,11 +251,9 @@ class _Sweep:
                     block[i + 1 : end].addr_(inverse[i, i + 1 : end], scaled[i], alpha=-1)
                     if shift is not None:
                         block[i + 1 : end].addr_(shift[i, i + 1 : end], block[i])
-            if end < width:
-                block[end:].addmm_(inverse[begin:end, end:].T, scaled[begin:end], alpha=-1)
-                if shift is not None:
-                    block[end:].addmm_(shift[begin:end, end:].T, block[begin:end])
-            begin = end
+            block[end:].addmm_(inverse[begin:end, end:].T, scaled[begin:end], alpha=-1)
+            if shift is not None:
+                block[end:].addmm_(shift[begin:end, end:].T, block[begin:end])
         return scaled
 
     def _sweep_block_fused(
@@ -255,7 +270,7 @@ class _Sweep:
         positions = slice(start, start + width)
         inside = not self.order.static and self.group_size <= width  # the kernel fits the grids
         if not inside:
-            self._begin_group(start, block, 0, importance)
+            self._begin_group(start, block, inverse, shift, importance)
         groups = self.order.group[positions]
         first = groups[:: self.group_size]  # the groups that begin inside, in the order of the sweep
         if inside:
@@ -267,7 +282,7 @@ class _Sweep:
             block=block,
             inverse=inverse.contiguous(),
             shift=None if shift is None else shift.contiguous(),
-            importance=importance[positions] if self.config.mse else None,
+            importance=importance[positions] if self.config.grid == "mse" else None,
             group=None if inside else groups.to(torch.int32),
             scale=scale,
             zero=zero,
@@ -278,22 +293,33 @@ class _Sweep:
         bits, sym = self.config.bits, self.config.sym
         scaled = sweep_block(library, tensors, group_size=self.group_size, bits=bits, sym=sym, min_zero=min_zero)
         for group, one, its_zero in zip(first.tolist() if inside else (), scale, zero, strict=False):
-            self.grids[group] = GroupGrid(one, -(its_zero * one), 2**self.config.bits - 1)
+            self.grids[group] = GroupGrid(one, -((its_zero + 0.0) * one), 2**self.config.bits - 1)
         return scaled
 
-    def _begin_group(self, position: int, block: Tensor, begin: int, importance: Tensor) -> None:
-        """Fit the grids of the groups that begin at `position`, which is `begin` of `block`, if any do."""
+    def _begin_group(
+        self, position: int, block: Tensor, inverse: Tensor, shift: Tensor | None, importance: Tensor
+    ) -> None:
+        """Fit the grids of the groups that begin at `position`, with the columns of `block`, if any do."""
         if self.order.static or position % self.span:
             return
         # A group wider than its block (one group per row) begins before anything was moved onto it.
-        inside = self.span <= block.shape[0]
-        members = block[begin : begin + self.span] if inside else self.target
-        self._fit_grids(self.order.group[position:][: self.span], members, importance[position:][: self.span])
+        group, inside = self._group[position], self.span <= len(block)
+        groups = self.order.group[position:][: self.span]
+        self._fit_grids(groups, block if inside else self.target, importance[position:][: self.span])
+        if self.config.grid == "sim" and inside and not isinstance(self.snap, TwoLevel):
+
+            def error(grid: GroupGrid) -> Tensor:
+                self.grids[group] = grid
+                return self._sweep_group(block.clone(), position, inverse, shift).square_().sum(0)
+
+            self.grids[group] = improve_grid(
+                self.grids[group], error, bits=self.config.bits, sym=self.config.sym, snap=self.snap
+            )
 
     def _fit_grids(self, groups: Tensor, weight: Tensor, importance: Tensor) -> None:
         """Fit the grid of a group, or those of a super-block, to the weights of their columns, (columns, rows)."""
         bits, sym = self.config.bits, self.config.sym
-        judges = importance if self.config.mse else None
+        judges = None if self.config.grid == "minmax" else importance
         if not isinstance(self.snap, TwoLevel):
             grid = fit_grid(weight, bits=bits, sym=sym, snap=self.snap, importance=judges)
             self.grids[int(groups[0])] = grid
@@ -318,6 +344,10 @@ class _Sweep:
         self.codes[positions] = codes
         self.values[positions] = grid.decode(codes)
         return self.values[positions]
+
+    def latent(self) -> Tensor | None:
+        """Return what was rounded, (rows, columns) float32 in the model's order, where it was kept."""
+        return None if self.rounded is None else self.rounded[torch.argsort(self.order.permutation)].T.float()
 
     def quantized_weight(self) -> QuantizedWeight:
         """Return the result, columns back in the model's order."""

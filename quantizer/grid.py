@@ -17,6 +17,7 @@ from torch import Tensor
 # Candidate ranges of the search, as shares of the range from minimum to maximum.
 _COARSE = tuple(1.0 - 0.05 * step for step in range(1, 13))
 _FINE = (-0.025, 0.025, -0.0125, 0.0125)
+_NEAR = (0.85, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3)  # of scales, in the search by simulation
 
 Snap: TypeAlias = Callable[[Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
 """(scale, offset, bits) -> the nearest scale and offset that a file can hold, element by element, in the same dtype.
@@ -42,7 +43,7 @@ class IntegerZeroPoint:
         stored = _as_float16(scale)
         if offset is None:
             return stored, stored * -(2 ** (bits - 1))
-        zero = (-offset / stored).round_().clamp_(self.least, max_code)
+        zero = (-offset / stored).round_().clamp_(self.least, max_code).add_(0.0)  # 0, never -0, as it is read back
         if self.least:
             high = (scale * max_code + offset).clamp_(min=0)
             wider = _as_float16(torch.maximum(stored, high / (max_code - self.least)))
@@ -143,6 +144,37 @@ def keep_better(
     scale = torch.where(better, candidate.scale, grid.scale)
     offset = torch.where(better, candidate.offset, grid.offset)
     return GroupGrid(scale, offset, grid.max_code), torch.where(better, other, error), better
+
+
+def improve_grid(
+    grid: GroupGrid, error: Callable[[GroupGrid], Tensor], *, bits: int, sym: bool, snap: Snap
+) -> GroupGrid:
+    """Return, for every row, the best of a grid and some near it: wider, narrower, and one scale up or down.
+
+    Args:
+        grid: Where to begin.
+        error: What a grid comes to, (rows,); less is better.
+        bits: Bits per code.
+        sym: Symmetric grids.
+        snap: What the file can hold.
+    """
+    best = error(grid)
+
+    def keep_better(scale: Tensor, offset: Tensor) -> None:
+        nonlocal grid, best
+        candidate = GroupGrid(*snap(scale, None if sym else offset, bits), grid.max_code)
+        found = error(candidate)
+        better = found < best
+        best = torch.where(better, found, best)
+        scale = torch.where(better, candidate.scale, grid.scale)
+        grid = GroupGrid(scale, torch.where(better, candidate.offset, grid.offset), grid.max_code)
+
+    start = grid
+    for factor in _NEAR:
+        keep_better(start.scale * factor, start.offset * factor)
+    for step in () if sym else (1, -1):
+        keep_better(grid.scale, grid.offset + step * grid.scale)
+    return grid
 
 
 def _as_float16(scale: Tensor) -> Tensor:

@@ -6,11 +6,12 @@ A new method is one function, with a `Method` beside it, and one entry of `METHO
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from .grid import Snap
@@ -51,6 +52,7 @@ class Solution:
         damp_percent: Share of mean(diag H) added to the diagonal in the end; None for plain rounding.
         damp_escalations: How often damping had to grow.
         dead_columns: Columns whose inputs were always zero.
+        latent: (out, in) float32, the values that were rounded: W with all that was moved onto it.
     """
 
     weight: QuantizedWeight
@@ -58,6 +60,12 @@ class Solution:
     damp_percent: float | None = None
     damp_escalations: int = 0
     dead_columns: int = 0
+    latent: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> Solution:
+        """Return the same with its tensors on `device`."""
+        latent = None if self.latent is None else self.latent.to(device)
+        return replace(self, weight=self.weight.to(device), latent=latent)
 
 
 if TYPE_CHECKING:
@@ -77,6 +85,16 @@ class Method:
 
     solve: Solve
     needs: frozenset[str] = frozenset()
+
+
+def needs_calibration(config: Any) -> bool:
+    """Whether the settings of a QuantizeConfig can do nothing without calibration text."""
+    return bool(find_method(config.method).needs or config.learn_iterations or config.tune_epochs)
+
+
+def pairs_models(config: Any) -> bool:
+    """Whether they compare the quantized model's hidden states with the float model's."""
+    return "cross" in find_method(config.method).needs or config.learn_iterations > 0
 
 
 def find_method(name: str) -> Method:

@@ -14,6 +14,7 @@ Families that cannot be made this small, or not be run on token ids by transform
 
 import argparse
 import contextlib
+import inspect
 import json
 import logging
 import multiprocessing
@@ -176,10 +177,13 @@ def build(kind, family, folder):
     cls = getattr(transformers, names if isinstance(names, str) else names[0])
     ids = torch.randint(3, 200, (4, 32), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids} if kind == "encoder" else {"input_ids": ids, "use_cache": False}
-    if kind == "encoder-decoder":
-        inputs["decoder_input_ids"] = ids
+    two = "decoder_input_ids" in inspect.signature(cls.forward).parameters
+    if two:
+        inputs["decoder_input_ids"] = ids.flip(1)
     problem = None
     for config in configs(cls, family):
+        if two and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = 2
         try:
             with torch.device("meta"):
                 size = sum(parameter.numel() for parameter in cls(config).parameters())
@@ -215,10 +219,8 @@ def put_quantized(model, source, out, modules):
             stack = getattr(owner, "gate_up_proj" if half else matrix).data[int(number)]
             stack = stack.T if owner.is_transposed else stack
             rows = slice(None)
-            if half and owner.is_concatenated:
+            if half:
                 rows = slice(0, len(weight)) if matrix == "gate_proj" else slice(len(weight), None)
-            elif half:
-                rows = slice(int(matrix == "up_proj"), None, 2)
             stack[rows] = weight
         else:
             place.weight.data.copy_(weight.T if isinstance(place, Conv1D) else weight)
@@ -304,7 +306,8 @@ def main():
     rows = []
     for kind, mapping in KINDS.items():
         for family in mapping:
-            seen = any(row["family"] == family for row in rows)
+            apart_from = "language model" if kind == "encoder-decoder" else None  # the decoder by itself
+            seen = any(row["family"] == family and row["kind"] != apart_from for row in rows)
             if seen or (arguments.only and family not in arguments.only) or arguments.kind not in (None, kind):
                 continue
             rows.append(apart(kind, family))

@@ -227,3 +227,16 @@ def test_the_example_model_from_text_to_perplexity(tmp_path, example_model, smal
     published = "".join(path.read_text() for path in (tmp_path / "out").iterdir() if path.suffix in (".json", ".md"))
     assert str(tmp_path) not in published
     assert str(example_model.parent) not in published
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"), [(["PhiMoEForCausalLM"], "PhiMoEForCausalLM"), (None, "LlamaForCausalLM")]
+)
+def test_the_class_that_the_source_names_stays_also_where_transformers_calls_it_otherwise(named, expected, tmp_path):
+    """vLLM knows PhiMoE under the name that its files have, transformers as PhimoeForCausalLM."""
+    save(build("llama"), tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": named}))
+    gptqkit.quantize(tmp_path / "model", None, tmp_path / "out", {"method": "rtn", "group_size": 32})
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [expected]
+    assert type(gptqkit.load(tmp_path / "out", device="cpu")[0]).__name__ == "LlamaForCausalLM"

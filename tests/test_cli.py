@@ -224,7 +224,7 @@ def test_of_several_processes_the_first_speaks(behave, monkeypatch, capsys, rank
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setattr(cli, "quantization_summary", str)
-    behave("quantize", SimpleNamespace(report="a report"))
+    behave("quantize", SimpleNamespace(report="a report", url=None))
     assert cli.main(QUANTIZE) == 0
     behave("quantize", AbandonedError("another process failed"))
     assert cli.main(QUANTIZE) == 1
@@ -287,7 +287,7 @@ def test_help_loads_nothing_heavy_and_reads_as_it_is_typed():
     assert "`" not in done.stdout
     text = " ".join(done.stdout.split())
     assert re.search(r"--shard-size SIZE .* \(default: 4GiB\)", text)
-    assert "--mse, --no-mse" in text
+    assert "--grid {minmax,mse,sim}" in text
     assert not re.search("[a-z]_act", text)
 
 
@@ -311,6 +311,9 @@ def test_the_installed_command_from_a_model_to_another_format(example_model, sma
     assert done.stdout.endswith(f"written to {out}\n")
     assert "quantize:" not in done.stdout
 
+    assert (out / "heatmap.png").read_bytes() == gptqkit.report_png(out)
+    assert "](heatmap.png)\n" in (out / "README.md").read_text(encoding="utf-8")
+
     done = call("evaluate", out, "--dataset", text, *length, "--json")
     scores = json.loads(done.stdout)
     [row] = json.loads((out / "quantization_report.json").read_text(encoding="utf-8"))["perplexity"]
@@ -325,6 +328,21 @@ def test_the_installed_command_from_a_model_to_another_format(example_model, sma
         assert before.weight(name).dequantize().equal(after.weight(name).dequantize())
 
 
-def run(command):
-    environment = {**os.environ, "PYTHONPATH": str(Path(gptqkit.__file__).parent.parent)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+@pytest.mark.slow
+def test_the_readme_runs_as_it_is_written(root, tmp_path):
+    """Its Python and then its shell half, beside the examples: every command ends well and leaves its file."""
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"\n## Python\n\n```python\n(.*?)```", readme, re.DOTALL)
+    [shell] = re.findall(r"\n## Shell\n\n((?:    .*\n)+)", readme)
+    (tmp_path / "examples").symlink_to(root / "examples")
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for command in ([sys.executable, "-c", code], ["bash", "-ec", shell]):
+        done = run(command, cwd=tmp_path, **path)
+        assert done.returncode == 0, done.stderr
+    assert {"out-w4", "out-w3", "out-v1", "heatmap.png"} <= {file.name for file in tmp_path.iterdir()}
+    assert (tmp_path / "out-w3" / "quantization_report.html").exists()
+
+
+def run(command, cwd=None, **settings):
+    environment = {**os.environ, "PYTHONPATH": str(Path(gptqkit.__file__).parent.parent), **settings}
+    return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False)

@@ -168,4 +168,16 @@ def test_records_are_shown_in_a_line_or_two():
     for record in (report, result, weight, gptqkit.Calibration(["text"] * 10000)):
         assert repr(record).startswith(type(record).__name__)
         assert len(repr(record)) < 400
+    plan = gptqkit.MemoryEstimate(
+        needs={"RAM": {"one block": 2048, "hidden states": 100}, "disk": {"checkpoint": 3 << 20}},
+        available={"RAM": None, "disk": 5 << 30},
+        least={},
+        activations="memory",
+        blocks=6,
+        source_bytes=0,
+        output_bytes=0,
+    )
+    assert repr(plan) == (
+        "MemoryEstimate(RAM: 2.10 KiB of an unknown size, disk: 3.00 MiB of 5.00 GiB, blocks=6, activations='memory')"
+    )
     assert repr(weight) == "QuantizedWeight(64 x 64, bits=4, group_size=32, sym=True)"

@@ -44,8 +44,8 @@ def learned(folder, ranks, name="facts"):
     ("case", "size"),
     [
         ("experts", 2),
-        *(pytest.param(case, 2, marks=pytest.mark.slow) for case in CASES if case != "experts"),
-        *(pytest.param(case, 3, marks=pytest.mark.slow) for case in CASES),
+        *(pytest.param(case, 2, marks=pytest.mark.slow) for case in CASES if case not in ("experts", "learned")),
+        *(pytest.param(case, 3, marks=pytest.mark.slow) for case in CASES if case != "learned"),
     ],
 )
 def test_several_processes_write_the_files_of_one(job_models, undisturbed, case, size, tmp_path):

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import gptqkit
 from gptqkit import cli
-from gptqkit.errors import ArchitectureError, CheckpointError, ConfigError, ConversionError
+from gptqkit.errors import ArchitectureError, CheckpointError, ConfigError, ConversionError, ShapeError
 from gptqkit.export.formats import FORMATS, Declared, Format, LayerSpec
 from gptqkit.quantizer.gptq import solve_gptq
 from gptqkit.quantizer.methods import METHODS, Method
@@ -27,9 +27,11 @@ def any_float(scale, offset, bits):
     return scale, scale * -(2 ** (bits - 1)) if offset is None else offset
 
 
-def check(shape, bits):
-    if bits == 3:
-        raise ConfigError(f"dummy holds no 3-bit codes, for {shape[1]} columns")
+def check(spec):
+    if spec.bits == 3:
+        raise ShapeError(f"dummy holds no 3-bit codes, for {spec.in_features} columns")
+    if spec.bits == 8:
+        raise ConfigError("dummy holds no 8-bit codes at all")
 
 
 def write_config(config, layers, matrices):
@@ -150,10 +152,12 @@ def test_a_new_format_converts_from_and_to_the_others(tmp_path):
 def test_the_command_line_offers_a_new_format_and_its_checks_are_asked_first(tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.parser().parse_args(["convert", "--help"])
-    assert "{gptq,gptq_v2,gguf,dummy}" in capsys.readouterr().out
+    assert "{gptq,gptq_v2,awq,marlin,compressed-tensors,gguf,dummy}" in capsys.readouterr().out
     config = gptqkit.QuantizeConfig(method="rtn", format="dummy", bits=3, group_size=32)
     with pytest.raises(ArchitectureError, match=r"model\.layers\.0\..*: dummy holds no 3-bit codes, for 64 columns"):
         gptqkit.quantize(build("qwen2"), None, tmp_path / "out", config)
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\..*: dummy holds no 8-bit codes at all"):
+        gptqkit.quantize(build("qwen2"), None, tmp_path / "out", dataclasses.replace(config, bits=8))
 
 
 def test_a_method_is_one_function_and_one_entry(monkeypatch, tmp_path, capsys):

@@ -16,7 +16,9 @@ OK = {  # and how many Linears stay in floating point
     "gemma4_unified_text": 0,  # keys and values handed from block to block
     "inkling2_text": 1,  # stored names that do not end in .weight
     "lfm2_moe": 0,  # blocks of two kinds
+    "longt5": 0,  # both stacks; position biases handed from block to block
     "mamba2": 0,
+    "marian": 0,  # both stacks; positions that are in no file
     "qwen3_5": 2,  # linear attention, with two Linears of odd shapes
     "recurrent_gemma": 0,
     "whisper": 8,  # a decoder by itself: nothing calls its attention to an encoder
@@ -24,14 +26,15 @@ OK = {  # and how many Linears stay in floating point
 }
 REFUSED = {
     "musicgen": "has no embedding of token ids",
+    "pegasus_x": "hands on more than hidden states",
     "reformer": "returns a ReformerOutput, not hidden states",
-    "t5": "is an encoder-decoder",
     "xlnet": "has its samples in another axis",
 }
 
 
 def tried(family, folder):
-    kind = next(kind for kind, mapping in families.KINDS.items() if family in mapping)
+    kinds = ["encoder-decoder", *families.KINDS]
+    kind = next(kind for kind in kinds if family in families.KINDS[kind])
     return families.outcome(kind, family, folder)
 
 

@@ -38,6 +38,7 @@ CASES = [
     ("gpt_oss", {"method": "gptaq"}, "device"),
     ("llava", {"method": "gptaq"}, "auto"),
     ("bert", {"method": "gptq"}, "auto"),
+    pytest.param(("t5", {"method": "gptaq"}, "disk"), marks=pytest.mark.slow),
 ]
 
 

@@ -8,13 +8,17 @@ import pytest
 import torch
 
 import gptqkit
-from gptqkit.errors import ConfigError, DatasetUnavailableError
+from gptqkit import cli
+from gptqkit.errors import CheckpointError, ConfigError, DatasetUnavailableError, GptqkitError
+from support.fake_hub import fake_hub
+from support.jobs import contents
 from support.models import build, samples
 
 SETTINGS = {"method": "rtn", "group_size": 32, "overrides": {"down_proj": {"bits": 8}}}
 CALLS = [
     gptqkit.load,
     gptqkit.inspect,
+    lambda model: gptqkit.compare([model], [[1, 2, 3]]),
     gptqkit.plan,
     lambda model: gptqkit.convert(model, "out", format="gptq"),
     lambda model: gptqkit.evaluate(model, [[1, 2, 3]]),
@@ -51,15 +55,17 @@ def test_an_id_may_stand_wherever_a_folder_may(hub, tmp_path):
     assert [file.name for file in cache.iterdir() if file.suffix != ".json"] == ["model.safetensors"]
 
     shutil.copytree(tmp_path / "out", hub / "org" / "small" / "main")
-    assert gptqkit.inspect("org/small").bits == {4: 12, 8: 2}
     ids = samples().input_ids
     here, there = (gptqkit.load(path, device="cpu")[0] for path in (tmp_path / "out", "org/small"))
+    assert gptqkit.inspect("org/small").bits == {4: 12, 8: 2}  # it is in the cache
     assert torch.equal(here(ids).logits, there(ids).logits)
     shutil.copytree(hub / "org" / "float" / "v1", hub / "org" / "float" / "main")
     how = {"sequence_length": 8, "device": "cpu"}
     for config, model in ((how, "org/small"), ({**how, "revision": "v1"}, "org/float")):
         scores = gptqkit.evaluate(model, ids[:1], config, reference="org/float")
         assert (scores.kl_divergence == 0) == (model == "org/float")
+    [compared] = gptqkit.compare(["org/small"], ids[:1], how)
+    assert (compared.checkpoint, compared.scores.tokens) == ("org/small", scores.tokens)
     gptqkit.convert("org/small", tmp_path / "parts", format="gptq", shard_size=20000)
     files = list((tmp_path / "parts").glob("*.safetensors"))
     assert len(files) > 2
@@ -68,6 +74,93 @@ def test_an_id_may_stand_wherever_a_folder_may(hub, tmp_path):
             call("org/small", revision="v9")
         with pytest.raises(ConfigError, match=r"revision is 'v1', but .*out is a folder here"):
             call(tmp_path / "out", revision="v1")
+
+
+@pytest.fixture
+def endpoint(tmp_path, monkeypatch):
+    with fake_hub(monkeypatch, tmp_path / "cache") as found:
+        yield found
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_finished_checkpoint_is_uploaded_and_nothing_else(endpoint, tmp_path, private, capsys):
+    build("llama").save_pretrained(tmp_path / "float")
+    out, kept = tmp_path / "out", {"model-00001-of-00002.safetensors", "model.safetensors.index.json", "notes.txt"}
+    endpoint.repositories["me/small"] = dict.fromkeys(sorted(kept), b"of an earlier upload")
+    command = ["quantize", tmp_path / "float", out, "--method", "rtn", "--group-size", "32", "--device", "cpu"]
+    command = [*map(str, command), "--push-to-hub", "me/small", *["--private"] * private]
+    endpoint.broken = True
+    assert cli.main(command) == 1
+    error = capsys.readouterr().err
+    assert "403" in error
+    *_, again = error.strip().rpartition("to try again: ")
+    assert again == f"hf upload me/small {out} . --delete 'model*.safetensors*'" + " --private" * private
+    files = contents(out)
+    assert "model.safetensors" in files
+    assert endpoint.repositories["me/small"].keys() == kept
+    for name in (".env", "optimizer.bin"):
+        (out / name).write_text("secret")
+    endpoint.broken = False
+    assert cli.main([*command, "--resume"]) == 0
+    assert capsys.readouterr().out.endswith(f"written to {out} and uploaded to {endpoint.url}/me/small\n")
+    assert endpoint.repositories["me/small"] == {**files, "notes.txt": b"of an earlier upload"}
+    assert endpoint.wishes["me/small"].get("visibility") == ("private" if private else None)
+    endpoint.repositories["me/small"].clear()
+    run = {"push_to_hub": "me/small", "overwrite": True, "device": "cpu"}
+    result = gptqkit.quantize(tmp_path / "float", None, out, {"method": "rtn", "group_size": 32}, run=run)
+    assert result.url == f"{endpoint.url}/me/small"
+    assert endpoint.repositories["me/small"] == files
+
+
+@pytest.mark.parametrize("name", ["", "a/b/c", "https://hub/me", "me/", "--private"])
+def test_repositories_that_cannot_be_are_refused_before_any_work(name):
+    with pytest.raises(ConfigError, match=r"push_to_hub is '.*'; give a repository's name, such as user/name"):
+        gptqkit.Run(push_to_hub=name)
+
+
+@pytest.mark.parametrize("shard_size", [4 << 30, 40000])
+@pytest.mark.parametrize("desc_act", [False, True])
+def test_of_a_model_on_the_hub_only_configs_and_headers_are_fetched_to_inspect_it(
+    endpoint, tmp_path, shard_size, desc_act
+):
+    config = {"group_size": 32, "desc_act": desc_act, "overrides": {r"0\.mlp": {"skip": True}}}
+    run = {"device": "cpu", "shard_size": shard_size}
+    calibration = gptqkit.Calibration(samples().input_ids, sequence_length=24)
+    gptqkit.quantize(build("llama", vocab_size=4096), calibration, tmp_path / "out", config, run=run)
+    endpoint.put("org/small", tmp_path / "out")
+    assert gptqkit.inspect("org/small") == gptqkit.inspect(tmp_path / "out")
+    sent = {path: size for path, size in endpoint.sent.items() if path.endswith(".safetensors")}
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert len(sent) == len(files)
+    assert sum(sent.values()) < sum(file.stat().st_size for file in files) / 2
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+GUIDED = [
+    ("adapter_config.json adapter_model.safetensors", r"holds an adapter \(LoRA\).*merge_and_unload\(\)"),
+    ("model-q4.gguf config.json", r"holds GGUF \(model-q4\.gguf\).*give (the model that it was made from|that file)"),
+    ("config.json pytorch_model.bin", r"has only pickled weights \(pytorch_model\.bin\).*save_pretrained\('"),
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("files", "message"), GUIDED)
+def test_what_is_no_model_in_safetensors_is_named_with_what_to_do(call, files, message, endpoint, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in files.split():
+        (folder / name).write_text("{}")
+    endpoint.put("org/other", folder)
+    for name in (folder, "org/other"):
+        with pytest.raises(CheckpointError, match=f"^{name} {message}"):
+            call(name)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_gguf_file_is_named_with_what_to_do(call, tmp_path):
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(GptqkitError, match=r"a\.gguf (holds GGUF|is damaged|is a file by itself)"):
+        call(tmp_path / "a.gguf")
 
 
 @pytest.mark.parametrize("call", CALLS)

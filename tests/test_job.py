@@ -105,7 +105,11 @@ def killable(models, case, out, moment, log):
 
 @pytest.mark.parametrize(
     ("case", "every"),
-    [("disk", 11), *(pytest.param(case, 1, marks=pytest.mark.slow) for case in ("gptaq", "disk", "experts", "rtn"))],
+    [
+        ("disk", 11),
+        *(pytest.param(case, 1, marks=pytest.mark.slow) for case in ("gptaq", "disk", "experts", "rtn")),
+        pytest.param("two stacks", 5, marks=pytest.mark.slow),
+    ],
 )
 def test_a_job_killed_at_any_operation_on_files_ends_in_the_same_files(job_models, undisturbed, case, every, tmp_path):
     expected, log = undisturbed(case)[1], tmp_path / "log"

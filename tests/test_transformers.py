@@ -24,6 +24,7 @@ from support.models import build, samples, save
 from support.pipeline import outputs, quantize
 
 SKIP = gptqkit.ModuleOverride(skip=True)
+MIXED = {"down_proj": gptqkit.ModuleOverride(bits=3, group_size=-1), r"1\.self_attn\.o_proj": SKIP}
 CASES = {  # model, settings
     "v1, tied": ("llama", {"format": "gptq", "sym": True}),
     "act-order": ("mistral", {"desc_act": True}),
@@ -32,6 +33,15 @@ CASES = {  # model, settings
     "experts": ("mixtral", {"method": "rtn"}),
     "experts, some float": ("gpt_oss", {"method": "rtn", "overrides": {r"experts\.1\.": SKIP}}),
     "encoder": ("bert", {"method": "rtn"}),
+    "awq, tied": ("llama", {"method": "rtn", "format": "awq", "overrides": {r"1\.mlp": SKIP}}),
+    "compressed, mixed": (
+        "qwen2",
+        {"format": "compressed-tensors", "overrides": MIXED, "lm_head": True, "desc_act": True},
+    ),
+    "compressed, experts": (
+        "mixtral",
+        {"method": "rtn", "format": "compressed-tensors", "overrides": {r"ts\.1": SKIP}},
+    ),
 }
 
 
@@ -312,7 +322,14 @@ def test_requests_that_from_pretrained_refuses(checkpoint):
         kind.from_pretrained(checkpoint, variant="fp16")
 
 
-def test_transformers_quantizes_float_models_as_ever(checkpoints, folder):
+def test_transformers_quantizes_float_models_as_ever_and_reads_what_we_do_not(checkpoints, folder, tmp_path):
+    for case, wanted in (("awq, tied", "gptqmodel"), ("compressed, experts", "compressed-tensors")):
+        path = shutil.copytree(checkpoints(case), tmp_path / case)
+        config = read(path / "config.json")
+        config["quantization_config"] |= {"format": "int-quantized", "version": "gemv"}
+        (path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ImportError, match=wanted):
+            AutoModelForCausalLM.from_pretrained(path)
     checkpoints("act-order")
     with pytest.raises(ImportError, match="optimum"):
         AutoModelForCausalLM.from_pretrained(

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .errors import ResumeError as ResumeError
     from .errors import ShapeError as ShapeError
     from .errors import SingularHessianError as SingularHessianError
+    from .errors import UploadError as UploadError
     from .evaluating import evaluate as evaluate
     from .evaluation.compare import Scores as Scores
     from .evaluation.config import Evaluation as Evaluation
@@ -64,7 +65,7 @@ _HOMES = {
     "display": "ProgressDisplay",
     "errors": "ArchitectureError BackendError CalibrationError CheckpointError ConfigError ConversionError "
     "DatasetUnavailableError DoesNotFitError GptqkitError NonFiniteError OutputExistsError RankError ResumeError "
-    "ShapeError SingularHessianError",
+    "ShapeError SingularHessianError UploadError",
     "evaluating": "evaluate",
     "evaluation.compare": "Scores",
     "evaluation.config": "Evaluation",

@@ -18,26 +18,30 @@ from .architecture import without_bars
 from .assembly import assemble
 from .calibration.batches import out_of_memory
 from .calibration.config import Calibration
+from .calibration.halves import vocabulary
 from .calibration.samples import Samples, load_samples, load_text
 from .distributed import Processes, join
 from .errors import ArchitectureError, CalibrationError, ConfigError, DoesNotFitError, OutputExistsError
-from .evaluating import check_length, default_length, evaluate, is_encoder
+from .evaluating import check_length, check_text_to_text, default_length, evaluate, is_encoder
 from .evaluation.config import Evaluation
 from .evaluation.perplexity import cut_windows
+from .export.card import HEAT_MAP, write_card
 from .export.checkpoint import REPORT, public_name, write_report
 from .export.formats import find_format
 from .export.imatrix import imatrix_tensors, write_imatrix
 from .export.shards import read_json, some
 from .export.staging import check_target
+from .hub import push
 from .identity import check_agreement, differences, identity_of
 from .job import Job, work_path
 from .loading import choose_device, load_tokenizer, open_tokenizer
 from .memory import estimate
 from .model import FloatModel
+from .page import report_png
 from .pipeline import Pipeline
 from .progress import ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
-from .quantizer.methods import find_method
+from .quantizer.methods import needs_calibration
 from .report import QuantizationReport
 from .run import Run
 from .settings import settings_of
@@ -52,10 +56,12 @@ class QuantizeResult:
     Attributes:
         report: Settings, and per module the error, the error of plain rounding, damping and time.
         path: The checkpoint.
+        url: Where on the Hub it is; None where it was not uploaded.
     """
 
     report: QuantizationReport
     path: Path
+    url: str | None = None
 
 
 def quantize(
@@ -69,7 +75,10 @@ def quantize(
     evaluate_on: Any = None,
     progress: ProgressCallback = silent,
 ) -> QuantizeResult:
-    """Quantize a language model or an encoder and write the checkpoint.
+    """Quantize a language model, an encoder or an encoder-decoder, and write the checkpoint.
+
+    Both stacks of an encoder-decoder are quantized: the first half of each calibration sample goes to its encoder, and
+    its decoder goes on with the second, given what the quantized encoder makes of the first.
 
     A model in a folder or on the Hub is never in memory as a whole: the weights of each block are read when its turn
     comes. Finished blocks are kept in a work directory, `.NAME.gptqkit-work` beside `out`, from which an interrupted
@@ -96,22 +105,20 @@ def quantize(
 
     Raises:
         DoesNotFitError: There is too little memory or disk, as estimated or in fact; the message names what would help.
+        UploadError: The checkpoint is complete, but the Hub did not take it.
         GptqkitError: Settings, text, model or files that do not fit; see `errors`.
     """
     config, run, out = settings_of(QuantizeConfig, config or {}), settings_of(Run, run or {}), Path(out)
-    if calibration is not None and not isinstance(calibration, Calibration):
-        calibration = Calibration(calibration)
+    calibration = _calibration(calibration, config)
     if not isinstance(model, (str, Path, PreTrainedModel)):
         raise ArchitectureError(f"model is a {type(model).__name__}; give a folder, an id, or a PreTrainedModel")
-    if calibration is None and find_method(config.method).needs:
-        raise CalibrationError(f"method {config.method!r} needs calibration text; only 'rtn' works without")
     with join(choose_device(run.device)) as processes, _on_disk(model) as (path, name):
         if run.resume and not run.overwrite:
             with processes.together():
                 done = _finished(out, config, name)
             done = processes.gather(done)[0]
             if done is not None:
-                return QuantizeResult(done, out)
+                return QuantizeResult(done, out, _pushed(out, run, processes))
         with processes.together():
             if not (run.resume and work_path(out).exists()):
                 check_target(out, overwrite=run.overwrite)
@@ -125,6 +132,10 @@ def quantize(
             samples = None if calibration is None else _samples(source, calibration, tokenizer)
             length = default_length(source.model) if samples is None else samples.input_ids.shape[1]
             text = None if evaluate_on is None else _text(source, evaluate_on, tokenizer, length)
+            if config.tune_epochs and is_encoder(source.model, source.path):
+                raise ConfigError(
+                    f"{type(source.model).__name__} predicts no tokens to tune scales on; use tune_epochs=0"
+                )
         identity = identity_of(source, config, samples, run.batch_size, processes.device)
         check_agreement(processes, identity)
         with Job(out, identity, processes, resume=run.resume, overwrite=run.overwrite) as job:
@@ -134,17 +145,50 @@ def quantize(
             with _explained_memory():
                 pipeline.run()
             report = pipeline.report(name, seed=0 if calibration is None else calibration.seed)
+            staged, report = _completed(job, pipeline, tokenizer, run, report)
             with processes.together():
                 if processes.rank == 0:
-                    staged = assemble(job.folder, job.records, source, config, tokenizer, run.shard_size)
                     if text is not None:
                         how = Evaluation(sequence_length=length, device=str(processes.device))
                         scores = evaluate(staged, text, how, progress=progress).to_dict()
                         report = replace(report, perplexity=[{"dataset": public_name(evaluate_on), **scores}])
                     write_report(staged, report.to_dict())
+                    if any(row.layer is not None and row.error is not None for row in report.modules):
+                        (staged / HEAT_MAP).write_bytes(report_png(staged))
+                    write_card(staged, source.path)
                     job.publish(staged)
-        report = processes.gather(report)[0]
-    return QuantizeResult(report, out)
+        return QuantizeResult(processes.gather(report)[0], out, _pushed(out, run, processes))
+
+
+def _pushed(out: Path, run: Run, processes: Processes) -> str | None:
+    """Upload the finished checkpoint where that is wanted, and return its address."""
+    if run.push_to_hub is None:
+        return None
+    with processes.together():
+        url = push(out, run.push_to_hub, private=run.private) if processes.rank == 0 else ""
+    return processes.gather(url)[0]
+
+
+def _calibration(given: Any, config: QuantizeConfig) -> Calibration | None:
+    if given is None and needs_calibration(config):
+        raise CalibrationError(
+            f"method {config.method!r} needs calibration text; only 'rtn', without learning, does not"
+        )
+    return given if given is None or isinstance(given, Calibration) else Calibration(given)
+
+
+def _completed(
+    job: Job, pipeline: Pipeline, tokenizer: Any, run: Run, report: QuantizationReport
+) -> tuple[Path, QuantizationReport]:
+    """Make the checkpoint of all finished blocks, and tune its scales where asked; return it and the report."""
+    with pipeline.processes.together():
+        if pipeline.processes.rank == 0:
+            assemble(job.folder, job.records, pipeline.model, pipeline.config, tokenizer, run.shard_size)
+    staged = job.folder / "checkpoint"
+    if pipeline.config.tune_epochs:
+        with _explained_memory():
+            report = replace(report, tuning=pipeline.tune(staged))
+    return staged, report
 
 
 def imatrix(
@@ -208,6 +252,15 @@ def _explained_memory() -> Iterator[None]:
         ) from error
 
 
+def _check_predicts(source: FloatModel, config: QuantizeConfig) -> None:
+    """Refuse to tune the scales of a model that has no predictions to compare."""
+    if config.tune_epochs and is_encoder(source.model, source.path):
+        raise ConfigError(
+            f"{type(source.model).__name__}, an encoder, predicts no tokens to tune scales on; use tune_epochs=0 "
+            "(--tune-epochs 0)"
+        )
+
+
 def _finished(out: Path, config: QuantizeConfig, name: str) -> QuantizationReport | None:
     """Return the report of a finished checkpoint of the same model and settings; None where there is none."""
     if work_path(out).exists() or not (out / REPORT).exists():
@@ -240,20 +293,20 @@ def _samples(source: FloatModel, calibration: Calibration, tokenizer: Any) -> Sa
     """Draw the samples; ready ones have their own length, unless another is asked for."""
     length = calibration.sequence_length or default_length(source.model)
     check_length(source.model, length)
-    vocab_size = source.model.get_input_embeddings().weight.shape[0]
-    samples = load_samples(calibration, tokenizer, sequence_length=length, vocab_size=vocab_size)
+    samples = load_samples(calibration, tokenizer, sequence_length=length, vocab_size=vocabulary(source.model))
     check_length(source.model, samples.input_ids.shape[1])
     return samples
 
 
 def _text(source: FloatModel, dataset: Any, tokenizer: Any, length: int) -> Tensor:
     """Read the text to evaluate on at once, so that nothing is found wrong with it when the work is done."""
+    check_text_to_text(source.model)
     if is_encoder(source.model, source.path):
         raise ConfigError(
             f"evaluate_on measures perplexity, which {type(source.model).__name__}, an encoder, does not have; leave "
             "it out, and compare embeddings when it is done: gptqkit evaluate OUT --dataset TEXT --reference MODEL"
         )
-    text = load_text(dataset, tokenizer, vocab_size=source.model.get_input_embeddings().weight.shape[0])
+    text = load_text(dataset, tokenizer, vocab_size=vocabulary(source.model))
     cut_windows(text, length)
     return text
 

@@ -96,13 +96,15 @@ def assemble(
     directory.mkdir()
     rest = ((name, tensor) for name, tensor in model.others(None, ()) if name.removesuffix(".weight") not in specs)
     parts = [folder / file for record in records for file in record["digests"]]
-    join_files([*parts, *write_files(folder / "outside", rest, max_shard_bytes)], directory, max_shard_bytes)
-    floats = [name for record in records for name in record["matrices"]]
+    outside = Shards.of_files(write_files(folder / "outside", rest, max_shard_bytes))
+    join_files([*parts, *outside.files], directory, max_shard_bytes)
+    floats = [*(name for record in records for name in record["matrices"]), *matrices(outside.where, outside)]
     quantization = find_format(config.format).write_config(config, specs, floats)
     if model.passthrough:
         quantization.setdefault("meta", {})["passthrough_tensors"] = model.passthrough
     own = model.model
-    model_config = {**json.loads(own.config.to_json_string()), "architectures": [type(own).__name__]}
+    model_config = json.loads(own.config.to_json_string())
+    model_config["architectures"] = model_config.get("architectures") or [type(own).__name__]
     generation = json.loads(own.generation_config.to_json_string()) if own.can_generate() else None
     write_configs(directory, quantization, model_config, generation, tokenizer)
     model.copy_files(directory)
@@ -112,6 +114,28 @@ def assemble(
     if finish is not None:
         finish(directory)
     return directory
+
+
+def replace_weights(checkpoint: Checkpoint, weights: Mapping[str, QuantizedWeight]) -> None:
+    """Put other weights of the same shapes in the places of a checkpoint's layers, file by file; read them back."""
+
+    def tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+        layer, packed = "", dict[str, Tensor]()
+        for full_name in (name for name, where in checkpoint.tensors.where.items() if where == file):
+            name, _, key = full_name.rpartition(".")
+            if name not in weights or key not in checkpoint.format.suffixes:
+                yield full_name, checkpoint.tensor(full_name)
+                continue
+            if name != layer:
+                layer, packed = name, checkpoint.format.pack(weights[name])
+            yield full_name, packed[key]
+
+    for file in checkpoint.tensors.files:
+        (written,) = write_files(file.with_name(f".{file.stem}"), tensors(file), max_bytes=1 << 62)
+        written.rename(file)
+    again = open_checkpoint(checkpoint.path)
+    for name, weight in weights.items():
+        check_written(name, again.weight(name), weight)
 
 
 def _specs(records: Sequence[Mapping[str, Any]]) -> dict[str, LayerSpec]:

@@ -141,7 +141,7 @@ def parser() -> argparse.ArgumentParser:
     _add_fields(evaluate, Evaluation)
 
     compare = _add_command(commands, _compare, "measure several checkpoints of one model, and show them side by side")
-    compare.add_argument("checkpoints", metavar="CHECKPOINT", nargs="+", help="folders of quantized models")
+    compare.add_argument("checkpoints", metavar="CHECKPOINT", nargs="+", help=f"{QUANTIZED}; several")
     compare.add_argument("--dataset", required=True, metavar="SOURCE", help=f"text to measure on: {SOURCES}")
     compare.add_argument("--reference", metavar="MODEL", help="the float model to compare them with; it is loaded once")
     compare.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
@@ -294,7 +294,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
         result = gptqkit.quantize(arguments.model, calibration, arguments.out, config, **how)
     if speaks:
         print(quantization_summary(result.report))
-        print(f"written to {arguments.out}")
+        print(f"written to {arguments.out}" + (f" and uploaded to {result.url}" if result.url else ""))
 
 
 def _calibration(arguments: argparse.Namespace) -> Calibration | None:

@@ -15,6 +15,7 @@ from .evaluation.config import Evaluation
 from .evaluation.embeddings import EmbeddingScores
 from .export.inspect import inspect
 from .export.shards import read_json
+from .hub import fetch
 from .loading import load_float
 from .progress import ProgressCallback, silent
 from .settings import settings_of
@@ -27,13 +28,13 @@ class Comparison:
     """One of several checkpoints.
 
     Attributes:
-        checkpoint: Its directory.
+        checkpoint: Its directory, or its id on the Hub.
         size: Bytes of all its tensors.
         bits_per_weight: Of the quantized layers, their groups included.
         scores: What was measured, as of `evaluate`.
     """
 
-    checkpoint: Path
+    checkpoint: Path | str
     size: int
     bits_per_weight: float
     scores: Scores | EmbeddingScores
@@ -55,7 +56,7 @@ def compare(
     """Measure several checkpoints of one model on `dataset`, one after another, the float model being loaded once.
 
     Args:
-        checkpoints: Directories of quantized checkpoints.
+        checkpoints: Directories of quantized checkpoints, or their ids on the Hub.
         dataset: As for `evaluate`.
         config: All settings of the evaluation; None for the defaults.
         reference: The float model to compare with, as a directory, Hub id or loaded model. Encoders need one.
@@ -66,11 +67,11 @@ def compare(
         GptqkitError: As `evaluate` and `inspect`.
     """
     config = settings_of(Evaluation, config or {})
-    paths = [Path(path) for path in checkpoints]
-    if not paths:
+    if not checkpoints:
         raise ConfigError("there is no checkpoint to compare; give at least one")
+    paths = [fetch(path, gguf=True) for path in checkpoints]
     summaries = [inspect(path) for path in paths]
-    shapes = [(str(path), read_json(path / "config.json")) for path in paths]
+    shapes = [(str(name), read_json(path / "config.json")) for name, path in zip(checkpoints, paths, strict=True)]
     _check_same_model(shapes)
     if isinstance(reference, (str, Path)):
         name, code = str(reference), config.trust_remote_code
@@ -78,18 +79,18 @@ def compare(
         _check_same_model([*shapes, (name, reference.config.to_dict())])
     return [
         Comparison(
-            checkpoint=path,
+            checkpoint=name,
             size=summary.packed_bytes + summary.other_bytes,
             bits_per_weight=summary.bits_per_weight,
-            scores=evaluate(path, dataset, config, reference=reference, progress=_named(path, progress)),
+            scores=evaluate(path, dataset, config, reference=reference, progress=_named(name, progress)),
         )
-        for path, summary in zip(paths, summaries, strict=True)
+        for name, path, summary in zip(checkpoints, paths, summaries, strict=True)
     ]
 
 
-def _named(path: Path, progress: ProgressCallback) -> ProgressCallback:
+def _named(checkpoint: Path | str, progress: ProgressCallback) -> ProgressCallback:
     """Let every checkpoint be a stage of its own, which begins anew."""
-    return lambda step: progress(dataclasses.replace(step, stage=f"evaluate {path.name}"))
+    return lambda step: progress(dataclasses.replace(step, stage=f"evaluate {Path(checkpoint).name}"))
 
 
 def _check_same_model(shapes: Sequence[tuple[str, Mapping[str, Any]]]) -> None:

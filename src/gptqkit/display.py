@@ -104,6 +104,8 @@ def quantization_summary(report: QuantizationReport) -> str:
     few = sorted((module for module in modules if module.prior_tokens), key=lambda module: module.tokens or 0)
     fewest = f"; filled up from their layers', the fewest {few[0].tokens} of their own" if few else ""
     left = 1 - report.quantized_weights / max(1, report.block_weights)
+    learned = [_from_to(block.error_before, block.error) for block in report.blocks]
+    tuned = report.tuning and _from_to(report.tuning.divergence_before, report.tuning.divergence)
     unfit = [f"{count} ({why})" for why, count in Counter(report.left_in_float.values()).most_common(4)]
     summary = {
         "modules": len(modules),
@@ -118,8 +120,14 @@ def quantization_summary(report: QuantizationReport) -> str:
         "left in floating point": f"{left:.1%} of the weights in the blocks" if left > 0 else None,
         "Linears left in floating point": "; ".join(unfit) or None,
         "left-out samples": report.excluded_samples or None,
+        "learned rounding": f"errors of blocks, kept aside: {', '.join(learned)}" if learned else None,
+        "tuned scales": f"divergence, kept aside: {tuned}" if tuned else None,
     }
     return key_values(summary | {f"perplexity on {row['dataset']}": row["perplexity"] for row in report.perplexity})
+
+
+def _from_to(before: float, after: float) -> str:
+    return f"{before:.4g} to {after:.4g}"
 
 
 def checkpoint_summary(summary: Mapping[str, Any]) -> str:
@@ -136,6 +144,7 @@ def checkpoint_summary(summary: Mapping[str, Any]) -> str:
     for key in ("bits", "group_sizes"):
         kinds = {"per row" if value == -1 else value: layers for value, layers in summary[key].items()}
         shown[key] = ", ".join(f"{kind} ({layers} layers)" for kind, layers in kinds.items())
+    shown["float_modules"] = _names(summary.get("float_modules") or ())
     shown["readers"] = {each["name"]: "; ".join(each["reasons"]) for each in summary["readers"]}
     shown["readers"] = {name: f"no: {reasons}" if reasons else "yes" for name, reasons in shown["readers"].items()}
     return key_values(shown)

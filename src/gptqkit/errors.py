@@ -4,6 +4,7 @@ GptqkitError
 ├── ConfigError (ValueError)             a setting, or a combination of settings, that cannot be
 ├── CalibrationError (ValueError)        text or tokens that cannot be used
 ├── DatasetUnavailableError (OSError)    a data set or model that could not be fetched or found
+├── UploadError (OSError)                a finished checkpoint that the Hub did not take
 ├── ArchitectureError (TypeError)        a model whose blocks or modules cannot be quantized as asked
 ├── ShapeError (ValueError)              tensors whose shapes or ranges do not fit together
 ├── NonFiniteError (ArithmeticError)     NaN or infinity in activations or weights
@@ -40,6 +41,10 @@ class CalibrationError(GptqkitError, ValueError):
 
 class DatasetUnavailableError(GptqkitError, OSError):
     """A data set or a model that could not be fetched or found."""
+
+
+class UploadError(GptqkitError, OSError):
+    """A finished checkpoint that the Hub did not take."""
 
 
 class ArchitectureError(GptqkitError, TypeError):

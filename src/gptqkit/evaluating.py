@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from .calibration.halves import has_two_stacks
 from .calibration.samples import load_documents, load_text
 from .errors import CheckpointError, ConfigError
 from .evaluation.compare import Scores, score
@@ -46,6 +47,8 @@ def evaluate(
 
     A checkpoint runs on its quantized kernels, never as the dequantized original.
 
+    The encoder of an encoder-decoder gets the first half of each window; the perplexity is that of the second half.
+
     An encoder (see `is_encoder`) predicts no next token. Its embeddings are compared with the reference's instead: the
     last hidden states of every document, pooled as `1_Pooling` in the folder of the model or of the reference says,
     else by their mean. Modules that may come after the pooling are not run.
@@ -72,13 +75,14 @@ def evaluate(
     """
     config = settings_of(Evaluation, config or {})
     if isinstance(model, (str, Path)):
-        model = fetch(model, config.revision)
+        model = fetch(model, config.revision, gguf=True)
     if isinstance(reference, (str, Path)):
         reference = fetch(reference)
     folders = [each for each in (model, reference) if isinstance(each, Path)]
     folder = model if isinstance(model, Path) else None
     model, own_tokenizer = _open(model, config, config.backend)
     tokenizer = own_tokenizer if tokenizer is None else open_tokenizer(tokenizer)
+    check_text_to_text(model)
     encoder = is_encoder(model, folder)
     if encoder and reference is None:
         raise ConfigError(
@@ -90,6 +94,7 @@ def evaluate(
     models = [model]
     if reference is not None:
         reference, _ = _open(reference, config, "auto")
+        check_text_to_text(reference)
         models.append(reference)
     length = config.sequence_length or default_length(model)
     for each in models:
@@ -124,6 +129,15 @@ def is_encoder(model: Any, folder: Path | None = None) -> bool:
     return not model.can_generate() or (folder is not None and (folder / "modules.json").exists())
 
 
+def check_text_to_text(model: Any) -> None:
+    """Raise ConfigError for an encoder-decoder that does not read text (Whisper) or does not write any (T5Model)."""
+    if has_two_stacks(model) and not (model.main_input_name == "input_ids" and model.can_generate()):
+        raise ConfigError(
+            f"{type(model).__name__} is an encoder-decoder that does not turn text into text, so it has no perplexity; "
+            "evaluate one that does"
+        )
+
+
 def _pooling(folders: Iterable[Path]) -> Pooling:
     """Return how the first folder that says it pools; the mean where none says it."""
     file = next((folder / _POOLING for folder in folders if (folder / _POOLING).exists()), None)
@@ -156,7 +170,11 @@ def default_length(model: Any) -> int:
 
 def _positions(model: Any) -> int | None:
     """Return how many tokens fit; where position embeddings have a row for padding, they begin behind it (RoBERTa)."""
-    positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config = model.config.get_text_config()
+    names = ("max_position_embeddings", "max_decoder_position_embeddings")  # LED has the second
+    positions: int | None = next((getattr(config, name) for name in names if hasattr(config, name)), None)
+    if positions is not None and has_two_stacks(model):
+        return 2 * (positions - 1)  # the decoder's half has one more token
     for name, module in model.named_modules():
         if not name.endswith("position_embeddings") or not isinstance(module, nn.Embedding):
             continue
@@ -169,6 +187,8 @@ def check_length(model: Any, sequence_length: int) -> None:
     """Raise ConfigError where windows of `sequence_length` tokens have more positions than `model` has."""
     positions = _positions(model)
     if positions is not None and sequence_length > positions:
+        both = " in its two stacks" if has_two_stacks(model) else ""
         raise ConfigError(
-            f"sequence_length is {sequence_length}, but the model has {positions} positions; give at most that many"
+            f"sequence_length is {sequence_length}, but the model has {positions} positions{both}; give at most that "
+            "many"
         )

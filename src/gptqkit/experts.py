@@ -19,11 +19,13 @@ IMPLEMENTATION = "gptqkit"
 
 
 class Expert(nn.Module):
-    """The matrices of one expert: views of the stacks of all, which `experts` held, by their names there."""
+    """The matrices of one expert: views of the stacks of all, which `experts` held, by their names there.
+
+    gate_proj and up_proj are the halves of gate_up_proj, also where its rows take turns (gpt-oss): as GPTQModel has it.
+    """
 
     def __init__(self, stacks: Mapping[str, Tensor], number: int, experts: Any) -> None:
         super().__init__()
-        self.interleaved = not experts.is_concatenated
         self.take(stacks, number, experts)
 
     def take(self, stacks: Mapping[str, Tensor], number: int, experts: Any) -> None:
@@ -40,8 +42,6 @@ class Expert(nn.Module):
             if name == "gate_up_proj":
                 half = len(weight) // 2
                 rows = {"gate_proj": slice(0, half), "up_proj": slice(half, None)}
-                if self.interleaved:
-                    rows = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
             for own, chosen in rows.items():
                 self.add_module(own, _linear(weight[chosen], None if bias is None else bias[chosen]))
 
@@ -50,8 +50,7 @@ class Expert(nn.Module):
         own: dict[str, Any] = self._modules
         inner: Tensor = own["up_proj"](x)
         if experts.has_gate:
-            both = [own["gate_proj"](x), inner]
-            inner = experts._apply_gate(torch.stack(both, -1).flatten(-2) if self.interleaved else torch.cat(both, -1))
+            inner = experts._apply_gate(torch.cat([own["gate_proj"](x), inner], -1))
         else:
             inner = experts.act_fn(inner)
         out: Tensor = own["down_proj"](inner)

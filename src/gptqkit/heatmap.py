@@ -96,7 +96,7 @@ class HeatMap:
         for module in modules:
             if module.layer is not None and module.error is not None and module.rounding_error is not None:
                 errors = (module.error, module.rounding_error)
-                found.setdefault((_pattern(module.name, module.layer), module.layer), []).append(errors)
+                found.setdefault((_pattern(module.name), module.layer), []).append(errors)
         patterns = list(dict.fromkeys(pattern for pattern, _ in found))
         blocks = sorted({block for _, block in found})
         left_out = len(patterns[MOST_KINDS:]) + len(blocks[MOST_BLOCKS:])
@@ -147,10 +147,10 @@ def label_every(blocks: Sequence[int], letter: float, side: float) -> int:
     return -int(-letter * (len(str(max(blocks, default=0))) + 1) // side)
 
 
-def _pattern(name: str, layer: int) -> str:
-    """Return the name of a module without the numbers of its block and its expert."""
-    name = f".{name}".replace(f".{layer}.", ".*.", 1)
-    return re.sub(r"(experts)\.\d+\.", r"\1.*.", name)
+def _pattern(name: str) -> str:
+    """Return the name of a module without the numbers of its block, which is the first one, and of its expert."""
+    name = re.sub(r"\.\d+\.", ".*.", f".{name}", count=1)
+    return re.sub(r"(experts)\.(?:expert_)?\d+\.", r"\1.*.", name)
 
 
 def _write(pixels: list[bytearray], x: int, y: int, text: str) -> None:

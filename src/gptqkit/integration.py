@@ -39,7 +39,7 @@ class _Finder(MetaPathFinder):
 
 
 def enter_quantizer() -> None:
-    """Let transformers load GPTQ checkpoints with our kernels, from now on or from its import on."""
+    """Let transformers load quantized checkpoints with our kernels, from now on or from its import on."""
     table = sys.modules.get(_TABLE)
     if table is not None:
         _enter(table)
@@ -48,7 +48,8 @@ def enter_quantizer() -> None:
 
 
 def _enter(table: ModuleType) -> None:
-    from .pretrained import GPTQConfig, make_quantizer
+    from .pretrained import CONFIGS, quantizer_maker
 
-    table.AUTO_QUANTIZER_MAPPING["gptq"] = make_quantizer
-    table.AUTO_QUANTIZATION_CONFIG_MAPPING["gptq"] = GPTQConfig
+    for method, config in CONFIGS.items():
+        table.AUTO_QUANTIZER_MAPPING[method] = quantizer_maker(table.AUTO_QUANTIZER_MAPPING[method])
+        table.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = config

@@ -7,6 +7,7 @@ It stands beside the checkpoint to be, `.NAME.gptqkit-work`, and vanishes with t
     block-N.K.safetensors    the tensors of a finished block, as they will stand in the checkpoint
     block-N.json             its record; written last: a block without it is not finished
     hidden-N-R.bin ...       hidden states that enter block N, of the samples of process R; float-N-R.bin for GPTAQ
+    encoded-N-R.bin ...      those that left an encoder, for its decoder; encoded-float-N-R.bin for GPTAQ
     states.json              which of these files are whole; written last
     checkpoint/              the directory that becomes the target
     complete.json            it is complete; where it is gone, it is the target by now
@@ -51,7 +52,7 @@ SAVE_SECONDS = 300.0
 
 _OWN = re.compile(  # the files of a job
     r"lock|((job|states|complete|head|block-\d+)\.json|(outside|head|block-\d+)\.\d+\.safetensors)(\.tmp)?"
-    r"|(hidden|float)-\d+r?-\d+\.bin|checkpoint"
+    r"|(hidden|float|encoded|encoded-float)-\d+r?-\d+\.bin|checkpoint"
 )
 
 
@@ -134,7 +135,7 @@ class Job:
         self.records.append(record)
 
     def states_file(self, stream: str, layer: int, *, again: bool = False) -> Path:
-        """Return where this process keeps the hidden states "hidden" or "float" that enter block `layer`.
+        """Return where this process keeps the hidden states of a stream that enter block `layer`.
 
         `again` is for what is read from such files, perhaps those of other processes.
         """
@@ -146,13 +147,18 @@ class Job:
         late = self._processes.gather(time.monotonic() - self._saved > SAVE_SECONDS)[0]
         if not on_disk and not late:
             return
+        before = {} if self.states is None else self.states["files"]
+        kept = {stream: files for stream, files in before.items() if stream.startswith("encoded")}  # they do not change
         mine = {}
         for stream, cache in caches.items():
+            if stream in kept:
+                continue
             file = self.states_file(stream, layer)
             cache.save(file)
             mine[stream] = (file.name, cache.samples.start, cache.samples.stop, digest(file))
         files = {stream: [of_one[stream] for of_one in self._processes.gather(mine)] for stream in mine}
-        self.states = {"layer": layer, "shape": list(next(iter(caches.values())).shape), "files": files}
+        files |= kept
+        self.states = {"layer": layer, "files": files}
         if self._processes.rank == 0:
             self._write_json("states.json", self.states)
             whole = {name for of_stream in files.values() for name, *_ in of_stream}

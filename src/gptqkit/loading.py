@@ -58,8 +58,9 @@ def load(
     writes the checkpoint again, codes and scales to the bit, or refuses.
 
     Args:
-        path: A directory that gptqkit, GPTQModel, AutoGPTQ or optimum wrote, in one of `FORMATS`; a GGUF file, also of
-            llama.cpp's tools; or the id of a model on the Hub, GGUF excepted, which is fetched into the Hub's cache.
+        path: A directory in one of `FORMATS`, which gptqkit, GPTQModel, AutoGPTQ, AutoAWQ, optimum or llm-compressor
+            wrote; a GGUF file, also of llama.cpp's tools; or the id of a model on the Hub, GGUF excepted, which is
+            fetched into the Hub's cache.
         device: "auto" takes the first NVIDIA GPU if there is one, else the CPU.
         backend: "auto" or one of `BACKENDS`. With "auto", a GPU runs the bundled CUDA kernels; where they cannot serve
             a layer, torch does, and the logger warns and says why.
@@ -96,6 +97,7 @@ def ready(empty: EmptyModel, checkpoint: Checkpoint, device: torch.device) -> An
         CheckpointError: Weights are missing.
     """
     model: Any = empty.model
+    empty.make([name for name, parameter in model.named_parameters() if parameter.is_meta], device)
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if missing:
         raise CheckpointError(
@@ -128,6 +130,7 @@ def install(
         BackendError: `backend` cannot serve a layer.
     """
     names = StoredNames(empty.stacked, empty.names, checkpoint.float_names)
+    empty.untie(checkpoint.tensors, names)
     places = {names.working(f"{name}.weight") for name in checkpoint.layers} - {None}
     twice = [name for name in checkpoint.other_names if names.working(name) in places]
     if twice:
@@ -296,7 +299,7 @@ def open_tokenizer(tokenizer: Any, *, trust_remote_code: bool = False) -> Any:
     """
     if not isinstance(tokenizer, (str, Path)):
         return tokenizer
-    found = load_tokenizer(fetch(tokenizer, weights=False), trust_remote_code=trust_remote_code)
+    found = load_tokenizer(fetch(tokenizer, weights=False, tokenizer=True), trust_remote_code=trust_remote_code)
     if found is None:
         raise DatasetUnavailableError(f"{tokenizer} holds no tokenizer; give a folder with tokenizer.json")
     return found

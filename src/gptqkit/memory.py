@@ -7,6 +7,7 @@ Of one Linear, weight (n, k), s bytes per number of the solver (4, or 8 with flo
     solver       s n k + s k^2 (3 + p)                  while H is factorized, and P is made, or
                  s n k (4 + p) + s k^2 (1 + p) + n k    in the sweep: W twice, Q, E, w when rounded; R, P; codes
     checkpoint   n k bits / 8 + 4 n k / group_size      codes; scale and zero point of every group
+    learning     20 n k                                 latent, its move, the weight, two gradients
 
 What the C library keeps of freed RAM does not count: some 100 MiB.
 """
@@ -26,6 +27,7 @@ import torch
 from torch import nn
 
 from .calibration.config import Calibration
+from .calibration.halves import has_two_stacks
 from .errors import DoesNotFitError
 from .evaluating import check_length, default_length
 from .export.formats import find_format
@@ -35,7 +37,7 @@ from .loading import choose_device
 from .model import EmptyModel, open_empty
 from .pipeline import PROBE, STATISTICS_BYTES
 from .quantizer.config import QuantizeConfig
-from .quantizer.methods import find_method
+from .quantizer.methods import needs_calibration, pairs_models
 from .run import LARGEST_BATCH, Run
 from .settings import settings_of
 from .targets import Target, find_blocks, find_head, find_targets
@@ -70,6 +72,12 @@ class MemoryEstimate:
     blocks: int
     source_bytes: int
     output_bytes: int
+
+    def __repr__(self) -> str:
+        found = {name: self.available[name] for name in self.needs}
+        there = {name: "an unknown size" if size is None else size_text(size) for name, size in found.items()}
+        shown = ", ".join(f"{name}: {size_text(self.total(name))} of {size}" for name, size in there.items())
+        return f"MemoryEstimate({shown}, blocks={self.blocks}, activations={self.activations!r})"
 
     def total(self, name: str) -> int:
         """Return all that is needed of "RAM", "GPU memory" or "disk"."""
@@ -130,7 +138,7 @@ def plan(
     empty = open_empty(folder, trust_remote_code=run.trust_remote_code)
     length = calibration.sequence_length or default_length(empty.model)
     check_length(empty.model, length)
-    shape = (calibration.samples, length) if find_method(config.method).needs else None
+    shape = (calibration.samples, length) if needs_calibration(config) else None
     folder = Path.cwd() if out is None else Path(out).parent
     return estimate(empty, config, shape, run, choose_device(run.device), folder)
 
@@ -156,30 +164,32 @@ def estimate(
         processes: How many share the samples, and on this machine the RAM.
     """
     model, stored, on_cpu = empty.model, empty.model.dtype, device.type == "cpu"
-    prefix, blocks = find_blocks(model)
-    (targets, _), head = find_targets(model, prefix, blocks, config), find_head(model, config)
+    named = {path: block for stack in find_blocks(model) for path, block in stack.items()}
+    blocks = nn.ModuleList(named.values())
+    targets, head = find_targets(model, named, config)[0], find_head(model, config)
     parts = [*targets, [head] if head else []]
     every = [target for part in parts for target in part]
     dtype = torch.float32 if on_cpu else stored
-    paired = "cross" in find_method(config.method).needs
+    paired = bool(shape) and pairs_models(config)
     samples, length = shape or PROBE.input_ids.shape
-    batch = min(run.batch_size or LARGEST_BATCH, samples)
-    hidden = model.config.get_text_config().hidden_size * dtype.itemsize * length
-    states = -(-samples // processes) * hidden * (1 + paired)
+    tokens = min(run.batch_size or LARGEST_BATCH, samples) * (length // 2 + 1 if has_two_stacks(model) else length)
+    width = model.config.get_text_config().hidden_size * dtype.itemsize
+    states = -(-samples // processes) * width * length * (1 + paired)
 
     source = _bytes(model, stored)
     output = source + sum(_packed_bytes(target) - _weights(target) * stored.itemsize for target in every)
     block = max(_bytes(each, dtype) for each in blocks)
     statistics = max(_statistics_bytes(part, paired) for part in parts) if shape else 0
-    # Of the samples of a batch: what a block holds at its widest, and their hidden states before and after it.
+    # Of the tokens of a batch in one stack: what a block holds at its widest, and hidden states before and after it.
     widest = max((sum(target.shape) for part in targets for target in part), default=0)
-    forward = round(batch * (2 * hidden + 2.5 * widest * dtype.itemsize * length))
+    forward = round(tokens * (2 * width + 2.5 * widest * dtype.itemsize))
     solver = max(_solver_bytes(target, paired, calibrated=shape is not None) for target in every)
+    learning = _learning_bytes(model, parts, config, dtype, (samples, length))
     work = {
         "one block": block * (1 + paired),
         "outside the blocks": _bytes(model, dtype) - _bytes(blocks, dtype),
         "statistics of inputs": statistics,
-        "forward pass or solver": max(forward, solver),
+        "forward pass, solver or learning": max(forward, solver, learning),
     }
     machine = {
         "RAM": None if (free := available_ram()) is None else free // processes,
@@ -193,9 +203,9 @@ def estimate(
     needs: dict[str, dict[str, int]] = {"RAM": {**work, **ram} if on_cpu else ram}
     if not on_cpu:
         needs["GPU memory"] = {**work, "hidden states": states * (place == "device")}
-    largest = max(sum(map(_packed_bytes, part)) for part in parts)
     into_another = find_format(config.format).finish is not None
-    joined = output * (into_another or 2 * largest <= min(run.shard_size, JOINED_BYTES))
+    small = 2 * max(sum(map(_packed_bytes, part)) for part in parts) <= min(run.shard_size, JOINED_BYTES)
+    joined = output * (into_another or small)
     needs["disk"] = {"checkpoint": output, "files to be joined": joined, "hidden states": 2 * states * processes}
     return MemoryEstimate(
         needs=needs,
@@ -281,6 +291,25 @@ def _solver_bytes(target: Target, paired: bool, *, calibrated: bool) -> int:
     factor = s * n * k + s * k * k * (3 + paired)
     sweep = s * n * k * (4 + paired) + s * k * k * (1 + paired) + n * k
     return moments + max(factor, sweep)
+
+
+def _learning_bytes(
+    model: Any,
+    parts: Sequence[Sequence[Target]],
+    config: QuantizeConfig,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+) -> int:
+    """Return what learned rounding takes beside a block, or what tuning the scales takes, if that is more.
+
+    Backpropagation keeps about ten tensors as wide as a block is at its widest, of each sample and block.
+    """
+    samples, length = shape
+    kept = 10 * max(sum(target.shape) for part in parts for target in part) * dtype.itemsize * length
+    logits = 4 * 4 * length * model.config.get_text_config().vocab_size
+    learning = 20 * max(sum(map(_weights, part)) for part in parts) + kept * min(8, samples)
+    tuning = 2 * _bytes(model, dtype) + (kept * len(parts) + logits) * min(4, samples)
+    return int(max(learning * (config.learn_iterations > 0), tuning * (config.tune_epochs > 0)))
 
 
 def _available_gpu(device: torch.device) -> int:

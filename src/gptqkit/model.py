@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import ctypes
 import hashlib
+import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -104,6 +105,37 @@ class EmptyModel:
             _check_finite(name, own)
             _set(self.model, str(place), own)
 
+    def untie(self, tensors: Shards, names: StoredNames) -> None:
+        """Let go of ties between weights that differ in the files, as transformers does, for T5 1.1 among others."""
+        tied: Mapping[str, str] = getattr(self.stacked, "all_tied_weights_keys", {})
+        for name, origin in list(tied.items()):
+            pair = [names.stored(each) for each in (name, origin)]
+            if all(each in tensors.where for each in pair) and not torch.equal(*map(tensors.get, pair)):
+                for form in (self.stacked, self.model):
+                    form.all_tied_weights_keys.pop(name)
+                    _set(form, name, _parameter(form.get_parameter(name), torch.device("meta"), None))
+
+    def make(self, names: Iterable[str], device: torch.device, dtype: torch.dtype | None = None) -> None:
+        """Fill in what files may lack, and what is the same in every new model, such as Marian's sinusoids."""
+        ignored = "|".join(self.stacked._keys_to_ignore_on_load_missing or ())
+        for name in [name for name in names if ignored and re.search(ignored, name)]:
+            first, second = self._initialized(name), self._initialized(name)
+            if torch.equal(first, second):
+                _set(self.model, name, _parameter(first, device, dtype))
+
+    def _initialized(self, name: str) -> Tensor:
+        """Return what transformers makes of a parameter in a new model; NaN where it makes nothing of it."""
+        path, _, key = name.rpartition(".")
+        owner: Any = self.model.get_submodule(path)
+        for other in owner.parameters(recurse=False):
+            other._is_hf_initialized = True
+        empty, owner._is_hf_initialized = owner._parameters[key], False
+        owner._parameters[key] = _parameter(torch.full(empty.shape, torch.nan), torch.device("cpu"), empty.dtype)
+        self.model.initialize_weights()
+        made: Tensor = owner._parameters[key].detach()
+        owner._parameters[key] = empty
+        return made
+
     def check(self, tensors: Shards, names: StoredNames, chosen: Iterable[str]) -> None:
         """Raise CheckpointError where stored tensors do not fit the model; none of them is read."""
         stacked, working = self.stacked.state_dict(), self.model.state_dict()
@@ -140,7 +172,8 @@ class EmptyModel:
         for name, origin in tied.items():  # a file may hold either
             if self.stacked.get_parameter(origin).is_meta:
                 _set(self.stacked, origin, self.stacked.get_parameter(name))
-        self.stacked.tie_weights()
+        if tied:
+            self.stacked.tie_weights(recompute_mapping=False)
 
     def clear(self, module: nn.Module) -> None:
         """Let go of the weights of a module of the model that works."""
@@ -162,7 +195,9 @@ class FloatModel:
         path: The directory.
         empty: The model without weights; `model` is the form of it that works, whose weights come and go.
         dtype: Of the files.
-        prefix: Name of the list of repeated blocks, which is `blocks`.
+        blocks: The repeated blocks in the order in which they run: those of an encoder before those of its decoder.
+        paths: Their names in the model.
+        stacks: The numbers of the blocks of each stack.
         names: What the tensors are called in the files.
         passthrough: Names of stored tensors that the model has no place for.
 
@@ -180,12 +215,20 @@ class FloatModel:
             self.model = self.empty.model
             self.dtype: torch.dtype = self.model.dtype
             take_generation_config(self.model, self.path)
-        self.prefix, self.blocks = find_blocks(self.model)
+        found = find_blocks(self.model)
+        self.paths = [path for stack in found for path in stack]
+        self.blocks = nn.ModuleList(block for stack in found for block in stack.values())
+        ends = [0, *itertools.accumulate(map(len, found))]
+        self.stacks = [range(*each) for each in itertools.pairwise(ends)]
+        self._numbers = {path: number for number, path in enumerate(self.paths)}
         self._tensors: Shards = FloatShards(stored, self.dtype, self._tile())
         self.names = StoredNames(self.empty.stacked, self.empty.names, self._tensors.where)
+        self.empty.untie(self._tensors, self.names)
         self.passthrough = [name for name in self._tensors.where if not self.names.parameters(name)]
-        found = {name for stored in self._tensors.where for name in self.names.parameters(stored)}
-        missing = set(self.empty.stacked.state_dict()) - found - self._made_elsewhere()
+        absent = set(self.empty.stacked.state_dict())
+        absent -= {name for stored in self._tensors.where for name in self.names.parameters(stored)}
+        missing = absent - self._made_elsewhere()
+        self._absent = sorted(absent - self._tied() - {name for name, _ in self.empty.stacked.named_buffers()})
         if missing:
             raise CheckpointError(f"{path_or_id} lacks {some(sorted(missing))}; fetch its files again")
         self._check_more_blocks()
@@ -201,17 +244,26 @@ class FloatModel:
         quantization = read_json(self.path / "config.json").get("quantization_config")
         return quantization.get("weight_block_size") if isinstance(quantization, dict) else None
 
-    def outside(self, device: torch.device, dtype: torch.dtype) -> Any:
+    def part_of(self, name: str) -> int | None:
+        """Return the number of the block that a name in the model belongs to; None outside the blocks."""
+        parts = name.split(".")
+        paths = (".".join(parts[:end]) for end in range(1, len(parts)))
+        return next((self._numbers[path] for path in paths if path in self._numbers), None)
+
+    @contextmanager
+    def outside(self, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
         """Bring everything but the blocks, and but the output layer where that has weights of its own, for a while."""
         head = self._own_head()
         for name in self._chosen(head.__contains__):  # if it is only copied, nobody else looks at it
             _check_finite(name, self._tensors.get(name))
-        chosen = self._chosen(lambda name: part_of(name, self.prefix) is None and name not in head)
-        return self._resident(self.model, chosen, device, dtype)
+        chosen = self._chosen(lambda name: self.part_of(name) is None and name not in head)
+        with self._resident(self.model, chosen, device, dtype):
+            self.empty.make(self._absent, device, dtype)
+            yield
 
     def block(self, layer: int, device: torch.device, dtype: torch.dtype) -> Any:
         """Bring the weights of one block for a while."""
-        chosen = self._chosen(lambda name: part_of(name, self.prefix) == layer)
+        chosen = self._chosen(lambda name: self.part_of(name) == layer)
         return self._resident(self.blocks[layer], chosen, device, dtype)
 
     def head(self, device: torch.device, dtype: torch.dtype) -> Any:
@@ -232,7 +284,7 @@ class FloatModel:
         """
         for stored in self._tensors.where:
             parameters = self.names.parameters(stored)
-            if (part_of(parameters[0], self.prefix) if parameters else None) != part:
+            if (self.part_of(parameters[0]) if parameters else None) != part:
                 continue
             own = self.names.working(stored)
             if own is not None:
@@ -275,16 +327,18 @@ class FloatModel:
 
     def _check_more_blocks(self) -> None:
         """Refuse tensors of blocks beyond those that the model has, but for what transformers leaves out on purpose."""
-        blocks = {_pattern(name) for name in self._tensors.where if name not in self.passthrough}
+        known = self._tensors.where.keys() - self.passthrough
+        patterns, counts = set(map(_pattern, known)), Counter[str]()
+        for name in known:  # of the blocks of its list
+            counts[_list(name)] = max(counts[_list(name)], _number(name) + 1)
         ignored = "|".join(self.empty.stacked._keys_to_ignore_on_load_unexpected or ())
-        extra = [name for name in self.passthrough if _pattern(name) in blocks and _number(name) >= len(self.blocks)]
         predicting = getattr(self.model.config.get_text_config(), "num_nextn_predict_layers", None) or 0
-        extra = [name for name in extra if _number(name) >= len(self.blocks) + predicting]
-        extra = [name for name in extra if not (ignored and re.search(ignored, name))]
+        extra = [name for name in self.passthrough if _number(name) >= counts[_list(name)] + predicting]
+        extra = [name for name in extra if _pattern(name) in patterns and not (ignored and re.search(ignored, name))]
         if extra:
             raise CheckpointError(
-                f"{self.path} holds {some(extra)}, but config.json describes {len(self.blocks)} blocks; fetch "
-                "config.json again"
+                f"{self.path} holds {some(extra)}, but config.json describes {counts[_list(extra[0])]} blocks; "
+                "fetch config.json again"
             )
 
     def _chosen(self, wanted: Any) -> list[str]:
@@ -313,14 +367,14 @@ class FloatModel:
     def _made_elsewhere(self) -> set[str]:
         """Return the names in the model that need not be in the files."""
         model = self.empty.stacked
-        tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
-        buffers = {name for name, _ in model.named_buffers()}
+        others = self._tied() | {name for name, _ in model.named_buffers()}
         ignored = model._keys_to_ignore_on_load_missing or ()
-        return {
-            name
-            for name in model.state_dict()
-            if name in buffers or name in tied or name in tied.values() or any(re.search(key, name) for key in ignored)
-        }
+        return others | {name for name in model.state_dict() if any(re.search(key, name) for key in ignored)}
+
+    def _tied(self) -> set[str]:
+        """Return the names of parameters that are tied to others."""
+        tied: Mapping[str, str] = getattr(self.empty.stacked, "all_tied_weights_keys", {})
+        return {*tied, *tied.values()}
 
 
 def open_empty(path_or_id: str | Path, tensors: Shards | None = None, *, trust_remote_code: bool = False) -> EmptyModel:
@@ -340,17 +394,6 @@ def open_empty(path_or_id: str | Path, tensors: Shards | None = None, *, trust_r
                 raise CheckpointError(f"{path_or_id} is quantized already; start from the float model")
             model = empty_model(config, config.dtype or torch.float32, trust_remote_code=trust_remote_code)
         return EmptyModel(model)
-
-
-def part_of(name: str, prefix: str) -> int | None:
-    """Return the number of the block that a name in the model belongs to; None outside the blocks.
-
-    >>> part_of("model.layers.3.mlp.up_proj.weight", "model.layers"), part_of("lm_head.weight", "model.layers")
-    (3, None)
-    """
-    inner = name.removeprefix(f"{prefix}.")
-    number = inner.split(".", 1)[0]
-    return int(number) if inner != name and number.isdigit() else None
 
 
 def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -378,6 +421,11 @@ def _check_finite(name: str, tensor: Tensor) -> None:
 def _number(name: str) -> int:
     """Return the first number among the parts of a name, -1 where there is none."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), -1)
+
+
+def _list(name: str) -> str:
+    """Return the part of a name before its first number: what the list of blocks is called."""
+    return re.split(r"\.\d+\.", name, maxsplit=1)[0]
 
 
 def _pattern(name: str) -> str:

@@ -7,9 +7,12 @@ solve, put the solutions in place; write the block, run what was written, let it
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,23 +20,26 @@ from torch import nn
 
 from .assembly import open_part, stored_module, write_part
 from .calibration.batches import Batches
+from .calibration.halves import parts_of
 from .calibration.samples import Samples
 from .calibration.statistics import InputStatistics
 from .distributed import Processes
 from .errors import ConfigError
 from .identity import versions
 from .job import Job
-from .model import FloatModel, part_of
+from .learning import learn_block
+from .model import FloatModel
 from .progress import Progress, ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
-from .quantizer.methods import find_method
+from .quantizer.methods import Solution, pairs_models
 from .quantizer.quantized import QuantizedWeight
-from .report import ModuleReport, QuantizationReport
+from .report import BlockReport, ModuleReport, QuantizationReport, TuningReport
 from .run import LARGEST_BATCH, Run
 from .solving import Measured, Solved, solve_all
 from .streams import Streams
 from .subsets import Group, Subset, portions
 from .targets import Target, find_head, find_targets, matrix, misfits
+from .tuning import tune
 from .verify import check_block
 
 _LOG = logging.getLogger("gptqkit")
@@ -68,14 +74,16 @@ class Pipeline:
         self.model, self.config, self.job, self.processes, self.place = model, config, job, processes, run.activations
         # On a CPU blocks run in float32, on a GPU in the model's own dtype; solvers work in float32, or float64.
         self.device, self.dtype = processes.device, torch.float32 if processes.device.type == "cpu" else model.dtype
-        self.targets, self.left = find_targets(model.model, model.prefix, model.blocks, config)
+        blocks = dict(zip(model.paths, model.blocks, strict=True))
+        self.targets, self.left = find_targets(model.model, blocks, config)
         self.head = find_head(model.model, config)
         self._strict, self._told = run.strict, set[str]()
         self._tell(misfits(self.targets, self.left, config))
         self.calibrated = samples is not None
-        self.paired = self.calibrated and "cross" in find_method(config.method).needs
+        self.paired = self.calibrated and pairs_models(config)
         samples, size = samples or PROBE, run.batch_size or LARGEST_BATCH
-        self.batches = Batches(samples, processes.share(len(samples.input_ids), size), size, self.device)
+        mine = processes.share(len(samples.input_ids), size)
+        self.batches = Batches(samples, parts_of(samples, model.model), mine, size, self.device)
         if job.records:
             self.batches.counts[job.records[-1]["excluded"]] = False
             self.batches.size = job.records[-1]["batch_size"]
@@ -99,12 +107,20 @@ class Pipeline:
         streams = Streams(self.model, self.batches, self.processes, paired=self.paired, skip=self.config.skip_nonfinite)
         with self.model.outside(self.device, self.dtype):
             for layer in range(streams.begin(self.job, self.dtype, self.place), layers):
+                streams.enter(layer)
                 with self.model.block(layer, self.device, self.dtype):
                     self._quantize_block(layer, streams, finished=layer < finished)
             if self.head is not None:
                 with self.model.head(self.device, self.dtype):
                     measured = streams.collect_head(self.head) if self.calibrated else Measured([self.head])
-                    self._commit(None, *self._solve([measured], None), streams)
+                    solved, reports = self._solve([measured], None)
+                    weights = {name: solution.weight for name, solution in solved.items()}
+                    self._commit(None, weights, reports, streams, None)
+
+    def tune(self, directory: Path) -> TuningReport:
+        """Tune the scales of the complete checkpoint in `directory`."""
+        work = partial(tune, directory, self.model, self.batches, self.processes)
+        return work(epochs=self.config.tune_epochs, dtype=self.dtype, progress=self._progress)
 
     @torch.no_grad()
     def sums(self) -> Iterator[tuple[str, torch.Tensor, int]]:
@@ -112,13 +128,14 @@ class Pipeline:
         streams = Streams(self.model, self.batches, self.processes, paired=False, skip=self.config.skip_nonfinite)
         with self.model.outside(self.device, self.dtype):
             for layer in range(streams.begin(self.job, self.dtype, self.place), len(self.model.blocks)):
+                streams.enter(layer)
                 with self.model.block(layer, self.device, self.dtype):
                     pools: dict[Group, InputStatistics] = {}
                     groups = streams.trace(layer, self.targets[layer])
                     for portion in portions(groups, self._statistics_bytes, STATISTICS_BYTES):
                         for measured in streams.collect(layer, portion, pools, None):
                             yield from self._sums(layer, measured)
-                    streams.advance(layer, None, self.job)
+                    streams.advance("hidden", layer, self.model.blocks[layer])
 
     def _sums(self, layer: int, measured: Measured) -> Iterator[tuple[str, torch.Tensor, int]]:
         for target in measured.targets:
@@ -150,6 +167,7 @@ class Pipeline:
             versions=versions(),
             left_in_float=self.left,
             modules=modules,
+            blocks=[BlockReport(**record["learned"]) for record in self.job.records if record["learned"]],
         )
 
     def _quantize_block(self, layer: int, streams: Streams, *, finished: bool) -> None:
@@ -161,14 +179,22 @@ class Pipeline:
             stored = {each.name: stored_module(self.model, each.name) for each in targets}
             self._install({name: part.weight(place) for name, place in stored.items() if place in part.layers})
         else:
-            self._commit(layer, *self._solve_block(layer, streams, twin), streams)
-        if layer + 1 < len(self.model.blocks) or self.head is not None:
-            streams.advance(layer, twin, self.job)
+            found, reports = self._solve_block(layer, streams, twin)
+        last = layer + 1 == len(self.model.blocks) and self.head is None
+        learns = not finished and twin is not None and self.config.learn_iterations > 0
+        if self.paired and (learns or not last):
+            streams.advance("float", layer, block if twin is None else twin)
+        if not finished:
+            solved = {name: solution.weight for name, solution in found.items()}
+            learned = self._learn(layer, found, solved, streams) if learns and found else None
+            self._commit(layer, solved, reports, streams, learned)
+        if not last:
+            streams.advance("hidden", layer, block)
             self.job.save_states(layer + 1, streams.caches)
 
     def _solve_block(
         self, layer: int, streams: Streams, twin: nn.Module | None
-    ) -> tuple[dict[str, QuantizedWeight], list[ModuleReport]]:
+    ) -> tuple[dict[str, Solution], list[ModuleReport]]:
         """Solve the Linears of a block in the order in which it calls them, and put the solutions in place.
 
         With `true_sequential` every group of Linears sees the outputs of the quantized ones before it; without it no
@@ -176,7 +202,7 @@ class Pipeline:
         """
         if not self.calibrated:
             solved, reports = self._solve([Measured([target]) for target in self.targets[layer]], layer)
-            self._install(solved)
+            self._install({name: solution.weight for name, solution in solved.items()})
             return solved, reports
         solved, reports = {}, []
         groups = streams.trace(layer, self.targets[layer])
@@ -188,24 +214,22 @@ class Pipeline:
         self._told |= {target.inner for target in silent}  # told of one block, not of all
         self._tell(misfits([], fresh, self.config))
         for together in [[group] for group in groups] if self.config.true_sequential else [groups]:
-            now: dict[str, QuantizedWeight] = {}
+            now: dict[str, Solution] = {}
             pools: dict[Group, InputStatistics] = {}
             for portion in portions(together, self._statistics_bytes, STATISTICS_BYTES):
                 found, rows = self._solve(streams.collect(layer, portion, pools, twin), layer)
                 now |= found
                 reports += rows
-            self._install(now)
+            self._install({name: solution.weight for name, solution in now.items()})
             solved |= now
         return solved, reports
 
-    def _solve(
-        self, measured: Sequence[Measured], layer: int | None
-    ) -> tuple[dict[str, QuantizedWeight], list[ModuleReport]]:
+    def _solve(self, measured: Sequence[Measured], layer: int | None) -> tuple[dict[str, Solution], list[ModuleReport]]:
         """Solve Linears, and report on them as they are done."""
-        solved: dict[str, QuantizedWeight] = {}
+        solved: dict[str, Solution] = {}
         reports: list[ModuleReport] = []
         for one, target, found in solve_all(measured, self._matrix, self.processes):
-            solved[target.name] = found.solution.weight
+            solved[target.name] = found.solution
             reports.append(self._report(layer, one, target, found))
             self._done += 1
             self._progress(
@@ -259,12 +283,28 @@ class Pipeline:
             place = matrix(self.model.model.get_submodule(name))
             place.copy_(weight.to(place.device).dequantize())
 
+    def _learn(
+        self, layer: int, found: Mapping[str, Solution], solved: dict[str, QuantizedWeight], streams: Streams
+    ) -> BlockReport:
+        """Learn the rounding of a block, and put what came of it in place."""
+        learned = learn_block(layer, found, streams, self.processes, self.config)
+        moved = sum(int((new.codes.cpu() != solved[name].codes).sum()) for name, new in learned.weights.items())
+        solved |= {name: weight.to("cpu") for name, weight in learned.weights.items()}
+        self._install(solved)
+        codes = sum(weight.codes.numel() for weight in solved.values())
+        return BlockReport(layer=layer, error=learned.after, error_before=learned.before, codes_changed=moved / codes)
+
     def _commit(
-        self, layer: int | None, solved: Mapping[str, QuantizedWeight], reports: list[ModuleReport], streams: Streams
+        self,
+        layer: int | None,
+        solved: Mapping[str, QuantizedWeight],
+        reports: list[ModuleReport],
+        streams: Streams,
+        learned: BlockReport | None,
     ) -> None:
         """Write what was solved, run what was written, and let it count."""
-        progress = streams.progress()
-        progress["left"] = {name: why for name, why in self.left.items() if part_of(name, self.model.prefix) == layer}
+        progress = {**streams.progress(), "learned": None if learned is None else dataclasses.asdict(learned)}
+        progress["left"] = {name: why for name, why in self.left.items() if self.model.part_of(name) == layer}
         with self.processes.together():
             if self.processes.rank == 0:
                 part = write_part(self.job.stem(layer), self.model, layer, solved, self.config)

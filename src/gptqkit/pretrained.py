@@ -1,4 +1,4 @@
-"""What transformers' `from_pretrained` does with checkpoints of GPTQ: it lets `gptqkit.loading` load them.
+"""What transformers' `from_pretrained` does with checkpoints in our formats: it lets `gptqkit.loading` load them.
 
 Imported while transformers is, so that nothing of ours, and little of transformers, can be imported at the top.
 """
@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers.quantizers.base import HfQuantizer
-from transformers.quantizers.quantizer_gptq import GptqHfQuantizer
 from transformers.utils import quantization_config as theirs
 
 from .errors import CheckpointError, ConfigError
+from .export.formats import declared_format
 from .kernels.backends import check_backend
 
 if TYPE_CHECKING:
     import torch
 
 
-class GPTQConfig(theirs.GPTQConfig):  # type: ignore[misc]  # same name: transformers compares it with a caller's
-    """The quantization config of a checkpoint, kept as it is; transformers' own leaves out what it does not know.
+class _Kept:
+    """The quantization config of a checkpoint, kept as it is; transformers' own leave out what they do not know.
 
     Attributes:
         backend: "auto" or one of `BACKENDS`; a caller's `quantization_config=GPTQConfig(bits, backend=...)` sets it.
@@ -29,7 +29,7 @@ class GPTQConfig(theirs.GPTQConfig):  # type: ignore[misc]  # same name: transfo
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
-        self.quant_method = theirs.QuantizationMethod.GPTQ
+        self.quant_method = theirs.QuantizationMethod(values["quant_method"])
         self.backend = "auto"
         self._values = values
 
@@ -37,11 +37,42 @@ class GPTQConfig(theirs.GPTQConfig):  # type: ignore[misc]  # same name: transfo
         """Return what stood in config.json."""
         return copy.deepcopy(self._values)
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], **options: Any) -> Any:
+        """Return the config of a checkpoint that gptqkit reads; transformers' own for all others, such as FP8."""
+        ours: Any = super()
+        if values["quant_method"] != "gptq":
+            try:
+                declared_format(values, "config.json")
+            except CheckpointError:
+                original: Any = next(kind for kind in cls.__mro__ if kind.__module__ == theirs.__name__)
+                return original.from_dict(values, **options)
+        return ours.from_dict(values, **options)
 
-def make_quantizer(config: Any, *, pre_quantized: bool = True) -> Any:
-    """Return our quantizer for a checkpoint, and transformers' own for a float model that it is to quantize."""
-    kind = Quantizer if pre_quantized else GptqHfQuantizer
-    return kind(config, pre_quantized=pre_quantized)
+
+# The same names: transformers compares them with a caller's.
+class GPTQConfig(_Kept, theirs.GPTQConfig):  # type: ignore[misc]  # noqa: D101
+    pass
+
+
+class AwqConfig(_Kept, theirs.AwqConfig):  # type: ignore[misc]  # noqa: D101
+    pass
+
+
+class CompressedTensorsConfig(_Kept, theirs.CompressedTensorsConfig):  # type: ignore[misc]  # noqa: D101
+    pass
+
+
+CONFIGS = {"gptq": GPTQConfig, "awq": AwqConfig, "compressed-tensors": CompressedTensorsConfig}
+
+
+def quantizer_maker(original: Any) -> Any:
+    """Return what makes our quantizer for checkpoints that gptqkit reads, and the `original` one for all else."""
+
+    def make_quantizer(config: Any, **options: Any) -> Any:
+        return (Quantizer if isinstance(config, _Kept) else original)(config, **options)
+
+    return make_quantizer
 
 
 class Quantizer(HfQuantizer):  # type: ignore[misc]
@@ -68,8 +99,8 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         check_backend(self.quantization_config.backend)
         if not checkpoint_files or getattr(model.config, "distributed_config", None) is not None:
             raise ConfigError(
-                "a GPTQ checkpoint is loaded from its own files into one process; leave out state_dict, tp_plan and "
-                "distributed_config"
+                "a quantized checkpoint is loaded from its own files into one process; leave out state_dict, tp_plan "
+                "and distributed_config"
             )
         self._dtype, self._device = dtype, _device((device_map or {"": "cpu"})[""])
         self._files = [Path(file) for file in checkpoint_files]

@@ -17,7 +17,8 @@ class ModuleReport:
 
     Attributes:
         name: Full name.
-        layer: Number of its block; None outside the blocks.
+        layer: Number of its block, in the order in which they run: those of an encoder, then those of its decoder; None
+            outside the blocks.
         shape: (out, in).
         bits: Bits per weight.
         group_size: Columns per group.
@@ -53,6 +54,37 @@ class ModuleReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockReport:
+    """What learned rounding did to one block.
+
+    Attributes:
+        layer: Number of the block.
+        error: ||B(x) - B~(x~)|| / ||B~(x~)|| on the samples kept aside, of the block B on the quantized model's hidden
+            states and its float twin B~ on the float model's.
+        error_before: The same of what learning began with.
+        codes_changed: Share of the codes that are others now.
+    """
+
+    layer: int
+    error: float
+    error_before: float
+    codes_changed: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningReport:
+    """What tuning the scales of the whole model did.
+
+    Attributes:
+        divergence: KL(float model || quantized model) in nats per token, on the samples kept aside.
+        divergence_before: The same before; equal where nothing better was found, and nothing changed.
+    """
+
+    divergence: float
+    divergence_before: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class QuantizationReport:
     """A quantization as a whole.
 
@@ -72,6 +104,8 @@ class QuantizationReport:
         versions: Versions of the packages that took part.
         left_in_float: Linears that could not be quantized, and why.
         modules: One entry per quantized module, in the order in which they were solved.
+        blocks: One entry per block whose rounding was learned; `error` of its modules is that of before.
+        tuning: What tuning the scales did; None where that was not asked for.
         perplexity: What was measured on the finished checkpoint: one row per text, with its name and the scores.
     """
 
@@ -90,6 +124,8 @@ class QuantizationReport:
     versions: dict[str, str] = field(repr=False)
     left_in_float: dict[str, str] = field(default_factory=dict, repr=False)
     modules: list[ModuleReport] = field(default_factory=list, repr=False)
+    blocks: list[BlockReport] = field(default_factory=list, repr=False)
+    tuning: TuningReport | None = None
     perplexity: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,6 +144,8 @@ class QuantizationReport:
             its = {
                 "config": QuantizeConfig.from_dict(values["config"]),
                 "modules": [ModuleReport(**row) for row in rows],
+                "tuning": TuningReport(**values["tuning"]) if values.get("tuning") else None,
+                "blocks": [BlockReport(**row) for row in values.get("blocks", [])],
             }
             return cls(**{"seconds": 0.0, **values, **its})
         except (ConfigError, KeyError, TypeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from .errors import ConfigError
@@ -30,6 +31,9 @@ class Run:
         shard_size: Largest size of the checkpoint's files in bytes, unless a single tensor is larger.
         revision: Branch, tag or commit of a model on the Hub; by default the main branch.
         trust_remote_code: Run the Python code that comes with a float model.
+        push_to_hub: Repository on the Hub, such as user/name, to upload the finished checkpoint to; it is made if it is
+            not there.
+        private: Make that repository a private one, where it is new.
 
     Raises:
         ConfigError: A value that cannot be.
@@ -44,6 +48,8 @@ class Run:
     shard_size: int = field(default=4 << 30, metadata={"size": True})
     revision: str | None = None
     trust_remote_code: bool = False
+    push_to_hub: str | None = None
+    private: bool = False
 
     def __post_init__(self) -> None:
         if self.activations not in PLACES:
@@ -52,3 +58,5 @@ class Run:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be positive")
+        if self.push_to_hub is not None and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", self.push_to_hub):
+            raise ConfigError(f"push_to_hub is {self.push_to_hub!r}; give a repository's name, such as user/name")

@@ -108,7 +108,7 @@ def _solve(target: Target, weight: Tensor, moments: Moments | None) -> Solved:
         plain = solve_rtn(weight, None, config.plain_rounding(), snap)
         lost = [weight - each.weight.dequantize() for each in (solution, plain)]
         errors = tuple(output_error(each, moments.hessian) for each in (weight, *lost))
-    return Solved(dataclasses.replace(solution, weight=solution.weight.to("cpu")), errors, seconds)
+    return Solved(solution.to("cpu"), errors, seconds)
 
 
 def merge(parts: Sequence[Solved | None]) -> Solved:
@@ -130,8 +130,14 @@ def merge(parts: Sequence[Solved | None]) -> Solved:
         name: torch.cat([getattr(part.solution.weight, name) for part in both]) for name in ("codes", "scale", "offset")
     }
     whole = dataclasses.replace(first.solution.weight, **stacked)
+    latents = [part.solution.latent for part in both if part.solution.latent is not None]
     return Solved(
-        dataclasses.replace(first.solution, weight=whole, loss=math.fsum(losses) if losses else None),
+        dataclasses.replace(
+            first.solution,
+            weight=whole,
+            loss=math.fsum(losses) if losses else None,
+            latent=torch.cat(latents) if latents else None,
+        ),
         tuple(math.fsum(values) for values in zip(*(part.errors for part in both), strict=True)),
         max(part.seconds for part in both),
     )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +15,17 @@ from torch import Tensor, nn
 
 from .calibration.batches import Batches
 from .calibration.cache import ActivationCache
-from .calibration.capture import BlockCall, block_call, capture_inputs, head_input, routed_tokens, routing, trace_inputs
+from .calibration.capture import (
+    BlockCall,
+    Forward,
+    block_call,
+    capture_inputs,
+    hand_on,
+    head_input,
+    routed_tokens,
+    routing,
+    trace_inputs,
+)
 from .calibration.statistics import InputStatistics
 from .distributed import Processes
 from .errors import ArchitectureError
@@ -19,7 +33,30 @@ from .job import Job
 from .model import FloatModel
 from .solving import Measured
 from .subsets import Group, Subset, group_subsets
-from .targets import Target, output_layer
+from .targets import Target, is_matrix, matrix, output_layer
+
+ENCODED = {"hidden": "encoded", "float": "encoded-float"}
+"""Names of the streams that end with an encoder, and are kept for its decoder."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """How the blocks of a stack are called, and what they return.
+
+    Attributes:
+        blocks: Their numbers.
+        returned: How many values they return as a tuple, the hidden states first; 0 where they return only these.
+        shape: Of one sample's hidden states.
+        axis: Of the samples in hidden states.
+        beside: Where later blocks are given what the first one returns beside hidden states, such as T5's position
+            bias: that block without the weights of its Linears, which makes the same.
+    """
+
+    blocks: range
+    returned: int
+    shape: tuple[int, ...]
+    axis: int
+    beside: nn.Module | None
 
 
 class Streams:
@@ -28,41 +65,85 @@ class Streams:
     What stands outside the blocks of `model` is there. With `skip`, samples with non-finite activations are left out.
 
     Attributes:
-        caches: "hidden" and "float": what enters the next block.
+        caches: "hidden" and "float": what enters the next block; of an encoder that is done, what left it (`ENCODED`).
     """
 
     def __init__(self, model: FloatModel, batches: Batches, processes: Processes, *, paired: bool, skip: bool) -> None:
         self.model, self.batches, self.processes, self.paired, self.skip = model, batches, processes, paired, skip
         self.caches: dict[str, ActivationCache] = {}
-        self._returned = 0  # how many values a block returns as a tuple, as found when the first one runs
-        self._axis = 0  # of the samples in hidden states
+        self._stacks: list[Stack] = []
+        self._again: set[str] = set()  # Linears that a block calls several times
 
     def begin(self, job: Job, dtype: torch.dtype, place: str) -> int:
-        """Fill the caches with what was saved last, or with embeddings; return the block that comes next."""
-        batches, states = self.batches, job.states
-        if job.records:
-            self._returned, self._axis = job.records[-1]["returned"], job.records[-1]["axis"]
-        layer = 0 if states is None else int(states["layer"])
-        if states is None:
-            one = self._call(range(1), 0).hidden
-            self._axis = int(one.ndim > 3 and one.shape[1] == 1)  # Gemma 3n has several versions of each sample's
-            if one.shape[self._axis] != 1:
-                name = type(self.model.model).__name__
-                raise ArchitectureError(f"{name} has its samples in another axis of hidden states than the first one")
-            shape = tuple(one.movedim(self._axis, 0).shape[1:])
-        else:
-            shape = tuple(states["shape"])
-        for stream in ("hidden", "float") if self.paired else ("hidden",):
-            file = job.states_file(stream, layer, again=states is not None)
-            self.caches[stream] = ActivationCache(batches.mine, shape, dtype, batches.device, place, file)
-            if states is not None:
-                job.load_states(stream, self.caches[stream])
-        for batch in batches if states is None else ():
-            call = batches.attempt(batch, self._call, 0)
-            if call is not None:
-                for cache in self.caches.values():
-                    cache.write(batch, call.hidden.movedim(self._axis, 0))
+        """Learn how all blocks are called, and take up what was saved last; return the block that comes next.
+
+        Raises:
+            ArchitectureError: Blocks that cannot be run one by one.
+        """
+        self._job, self._dtype, self._place = job, dtype, place
+        for blocks in self.model.stacks:
+            with self.model.block(blocks.start, self.batches.device, dtype):
+                self._stacks.append(self._learn(blocks))
+        if job.states is None:
+            return 0
+        layer = int(job.states["layer"])
+        for stream in job.states["files"]:
+            stack = self._stacks[0] if stream in ENCODED.values() else self._stack(layer)
+            self.caches[stream] = self._cache(stack, job.states_file(stream, layer, again=True))
+            job.load_states(stream, self.caches[stream])
         return layer
+
+    def enter(self, layer: int) -> None:
+        """Let embeddings into the caches where block `layer` is the first of a stack."""
+        stack = self._stack(layer)
+        self.batches.stack = self._stacks.index(stack)
+        if layer != stack.blocks.start:
+            return
+        fresh = ("hidden", "float") if self.paired else ("hidden",)
+        self.caches |= {each: self._cache(stack, self._job.states_file(each, layer)) for each in fresh}
+        for batch in self.batches:
+            call = self.batches.attempt(batch, self._call, layer)
+            if call is not None:
+                for each in fresh:
+                    self.caches[each].write(batch, call.hidden.movedim(stack.axis, 0))
+
+    def _learn(self, blocks: range) -> Stack:
+        """Run the first of the blocks of a stack, which is there, on one sample."""
+        block, name = self.model.blocks[blocks.start], type(self.model.model).__name__
+        call = self._call(range(1), blocks.start)
+        axis = int(call.hidden.ndim > 3 and call.hidden.shape[1] == 1)  # Gemma 3n has several versions of each sample's
+        if call.hidden.shape[axis] != 1:
+            raise ArchitectureError(f"{name} has its samples in another axis of hidden states than the first one")
+        shape, output = tuple(call.hidden.movedim(axis, 0).shape[1:]), call(block, call.hidden)
+        returned = len(output) if type(output) in (tuple, list) else 0
+        hidden = _hidden(output, block)
+        beside = self._beside(blocks, hidden, output) if returned and len(blocks) > 1 else None
+        return Stack(blocks, returned, shape, axis, beside)
+
+    def _beside(self, blocks: range, hidden: Tensor, output: Sequence[Any]) -> nn.Module | None:
+        """Return what makes what the second block of a stack needs beside hidden states; None where it needs nothing.
+
+        Tried on one sample that the first block, which is there, made `output` of. A GPU may sum in another order.
+        """
+        model, tensors, first = self.model, self.batches.tensors(range(1)), self.model.blocks[blocks.start]
+        before = self._before(range(1), blocks.start, "hidden")
+        call = block_call(model.model, model.blocks, tensors, [*before, lambda *_, **__: output])
+        given = {id(each) for each in (*call.arguments, *call.named.values())}
+        if not any(isinstance(value, Tensor) and id(value) in given for value in output[1:]):
+            return None
+        beside, second = _without_products(first), model.blocks[blocks.start + 1]
+        with model.block(blocks.start + 1, self.batches.device, self._dtype):
+            expected, again = (self._run(call, hidden, second) for _ in range(2))
+            for candidate in (None, beside):
+                handed = hand_on(len(output), beside=candidate)
+                with suppress(ArchitectureError):  # it cannot run without
+                    found = self._run(block_call(model.model, model.blocks, tensors, [*before, handed]), hidden, second)
+                    if _distance(found, expected) <= 10 * _distance(again, expected):
+                        return candidate
+        raise ArchitectureError(
+            f"a {type(first).__name__} hands on more than hidden states, which depends on its Linears, so this model "
+            "cannot be quantized block by block"
+        )
 
     def progress(self) -> dict[str, Any]:
         """Return what the next process must know, as plain values for JSON.
@@ -71,20 +152,24 @@ class Streams:
         """
         self.batches.size = min(self.processes.gather(self.batches.size))
         excluded = (~self.batches.counts).nonzero().flatten().tolist()
-        how = {"returned": self._returned, "axis": self._axis}
-        return {"excluded": excluded, "batch_size": self.batches.size, **how}
+        return {"excluded": excluded, "batch_size": self.batches.size}
 
     def trace(self, layer: int, targets: list[Target]) -> list[Group]:
         """Find the order of the Linears of a block, and which of them share an input, by running one sample."""
-        found: list[tuple[list[str], bool]] = []
+        found: list[tuple[list[str], bool, bool]] = []
         if self.batches.mine and targets:  # processes without samples learn it from the others
             one = range(self.batches.mine.start, self.batches.mine.start + 1)
-            block, hidden = self.model.blocks[layer], self._read(self.caches["hidden"], one)
+            block, hidden = self.model.blocks[layer], self._read("hidden", one, layer)
             modules = {target.inner: block.get_submodule(target.inner) for target in targets}
             traced = trace_inputs(modules, partial(self._run, self._call(one, layer), hidden, block))
-            tokens = hidden.shape[self._axis : -1].numel()
-            found = [(names, received.shape[:-1].numel() != tokens) for names, received in traced]
-        return group_subsets(targets, next(filter(None, self.processes.gather(found)), []))
+            tokens = hidden.shape[self._stack(layer).axis : -1].numel()
+            for names, received in traced:
+                counts = [each.shape[:-1].numel() for each in received]
+                part = any(count != tokens and self.batches.stack_of(count, 1) is None for count in counts)
+                found.append((names, part, len(counts) > 1))
+        found = next(filter(None, self.processes.gather(found)), [])
+        self._again = {name for names, _, several in found if several for name in names}
+        return group_subsets(targets, [(names, part) for names, part, _ in found])
 
     def collect(
         self,
@@ -116,11 +201,12 @@ class Streams:
                 into.setdefault(subset[0].inner, pools[group])
         for batch in self.batches:
             captured = self.batches.attempt(batch, self._capture, layer, [each for each, _ in leaders.values()], twin)
-            for name, (streams, tokens) in ({} if captured is None else captured).items():
+            for name, (calls, tokens) in ({} if captured is None else captured).items():
                 target, routed = leaders[name]
                 where = f"{target.name}, block {layer}"
-                rows = streams if into[name].paired else streams[:1]
-                into[name].update(*self.batches.counted(batch, rows, tokens, where, routed=routed, skip=self.skip))
+                for streams in calls:
+                    rows = streams if into[name].paired else streams[:1]
+                    into[name].update(*self.batches.counted(batch, rows, tokens, where, routed=routed, skip=self.skip))
         self._add_up(dict.fromkeys(into.values()), f"{measured[0].targets[0].name}, block {layer}")
         for group, subset in portion:
             if group in fresh:
@@ -130,6 +216,7 @@ class Streams:
     def collect_head(self, head: Target) -> Measured:
         """Run all samples once, and sum up what the output layer receives."""
         statistics = InputStatistics(head.shape[1], self.batches.device, cross=self.paired)
+        self.batches.stack = len(self._stacks) - 1
         for batch in self.batches:
             streams = self.batches.attempt(batch, self._head_inputs)
             if streams is not None:
@@ -138,59 +225,95 @@ class Streams:
         self._add_up([statistics], head.name)
         return Measured([head], statistics)
 
-    def advance(self, layer: int, twin: nn.Module | None, job: Job) -> None:
-        """Let the hidden states of both models through block `layer`."""
-        for stream, cache in self.caches.items():
-            block = twin if stream == "float" and twin is not None else self.model.blocks[layer]
-            after = cache.successor(job.states_file(stream, layer + 1))
-            for batch in self.batches:
-                states = self.batches.attempt(batch, self._forward, layer, block, cache)
-                if states is not None:
-                    after.write(batch, states.movedim(self._axis, 0))
-            self.caches[stream] = after
+    def advance(self, stream: str, layer: int, block: nn.Module) -> None:
+        """Let the hidden states of "hidden" or "float" through `block`, the stream's own of number `layer`.
+
+        Where an encoder ends with it, they are kept.
+        """
+        name, stack = self._leaving(stream, layer), self._stack(layer)
+        after = self.caches[stream].successor(self._job.states_file(name, layer + 1))
+        for batch in self.batches:
+            states = self.batches.attempt(batch, self._forward, layer, block, stream)
+            if states is not None:
+                after.write(batch, states.movedim(stack.axis, 0))
+        del self.caches[stream]
+        self.caches[name] = after
+
+    def distance(self, layer: int, batch: range) -> tuple[Tensor, Tensor]:
+        """Return how far block `layer` takes a batch from where it is in the float model, which is a block ahead.
+
+        Both are sums over the tokens that count: the squared distances, and the squares of the float model's states.
+        """
+        axis = self._stack(layer).axis
+        with torch.no_grad():
+            call, entered = self._call(batch, layer), self.caches["hidden"].read(batch)
+            expected = self.caches[self._leaving("float", layer)].read(batch).float()
+            apart = ~self.batches.mask(batch, self.batches.stack)
+            shape = (len(batch), *[1] * (entered.dim() - 1))
+            entered = entered.masked_fill(apart.all(1).view(shape), 0)  # a sample that was left out may hold NaN
+            if expected.shape[-2] != apart.shape[1]:  # not a state per token
+                apart = apart.all(1, keepdim=True)
+            apart = apart.view(*shape[:-2], -1, 1)
+        states = self._run(call, entered.movedim(0, axis), self.model.blocks[layer]).movedim(axis, 0)
+        lost, whole = (each.masked_fill(apart, 0).square().sum() for each in (states.float() - expected, expected))
+        return lost, whole
 
     def first_sample(self, layer: int) -> Callable[[nn.Module], Tensor]:
         """Return what runs block `layer`, or another in its place, on the first sample."""
-        return partial(self._run, self._call(range(1), layer), self._read(self.caches["hidden"], range(1)))
+        return partial(self._run, self._call(range(1), layer), self._read("hidden", range(1), layer))
 
     def _capture(
         self, batch: range, layer: int, leaders: Sequence[Target], twin: nn.Module | None
-    ) -> dict[str, tuple[list[Tensor], Tensor | None]]:
+    ) -> dict[str, tuple[list[tuple[Tensor, ...]], Tensor | None]]:
         """Return what each of `leaders` receives of a batch, in both models where there is a twin, and of which tokens.
 
-        In the float model tokens go to the experts that they go to in the quantized one.
+        Call by call. In the float model tokens go to the experts that they go to in the quantized one.
         """
-        call, routes = self._call(batch, layer), None
-        seen: list[dict[str, Tensor]] = []
+        routes = None
+        seen: list[dict[str, list[Tensor]]] = []
         for block, stream in ((self.model.blocks[layer], "hidden"), (twin, "float")):
             if block is None:
                 continue
             modules = {target.inner: block.get_submodule(target.inner) for target in leaders}
             experts = {target.experts: block.get_submodule(target.experts) for target in leaders if target.experts}
             with routing(experts, impose=routes) as taken:
-                run = partial(call, block, self._read(self.caches[stream], batch))
-                seen.append(capture_inputs(modules, run))
+                run = partial(self._call(batch, layer, stream), block, self._read(stream, batch, layer))
+                seen.append(capture_inputs(modules, run, self._again))
             routes = taken
-        captured: dict[str, tuple[list[Tensor], Tensor | None]] = {}
+        captured: dict[str, tuple[list[tuple[Tensor, ...]], Tensor | None]] = {}
         for target in leaders:
-            none = call.hidden.new_empty(0, target.shape[1])
+            none = torch.empty(0, target.shape[1], dtype=self._dtype, device=self.batches.device)
             tokens = None
             if routes and target.experts is not None and target.expert is not None:
                 tokens = routed_tokens(routes[target.experts][0], target.expert)[0]
-            captured[target.inner] = [each.get(target.inner, none) for each in seen], tokens
+            calls = zip(*(each.get(target.inner, [none]) for each in seen), strict=True)
+            captured[target.inner] = list(calls), tokens
         return captured
 
     def _head_inputs(self, batch: range) -> list[Tensor]:
         model, head = self.model, output_layer(self.model.model) or nn.Module()
-        tensors = self.batches.tensors(batch)
+        tensors, after = self.batches.tensors(batch), len(model.blocks)
         return [
-            head_input(model.model, model.blocks, head, tensors, self._read(cache, batch), returned=self._returned)
-            for cache in self.caches.values()
+            head_input(model.model, model.blocks, tensors, self._before(batch, after, stream), head)
+            for stream in ("hidden", "float")
+            if stream in self.caches
         ]
 
-    def _read(self, cache: ActivationCache, batch: range) -> Tensor:
-        """Return hidden states as blocks take them."""
-        return cache.read(batch).movedim(0, self._axis)
+    def _cache(self, stack: Stack, file: Path) -> ActivationCache:
+        return ActivationCache(self.batches.mine, stack.shape, self._dtype, self.batches.device, self._place, file)
+
+    def _stack(self, layer: int) -> Stack:
+        """Return the stack of a block; the last one where all are done."""
+        return next((stack for stack in self._stacks if layer in stack.blocks), self._stacks[-1])
+
+    def _leaving(self, stream: str, layer: int) -> str:
+        """Return what a stream is called behind block `layer`."""
+        stack = self._stack(layer)
+        return ENCODED[stream] if layer + 1 == stack.blocks.stop and stack is not self._stacks[-1] else stream
+
+    def _read(self, stream: str, batch: range, layer: int) -> Tensor:
+        """Return hidden states as block `layer` takes them."""
+        return self.caches[stream].read(batch).movedim(0, self._stack(layer).axis)
 
     def _add_up(self, statistics: Iterable[InputStatistics], where: str) -> None:
         """Bring together what all processes found out."""
@@ -201,25 +324,31 @@ class Streams:
         if self.skip:
             self.batches.settle(self.processes.gather(self.batches.counts), where)
 
-    def _call(self, batch: range, layer: int) -> BlockCall:
-        """Return how the model calls block `layer` on a batch."""
-        tensors = self.batches.tensors(batch)
-        return block_call(self.model.model, self.model.blocks, layer, tensors, returned=self._returned)
+    def _call(self, batch: range, layer: int, stream: str = "hidden") -> BlockCall:
+        """Return how the model calls block `layer` on a batch, a decoder's with what left the encoder in a stream."""
+        before, tensors = self._before(batch, layer, stream), self.batches.tensors(batch)
+        return block_call(self.model.model, self.model.blocks, tensors, before)
 
-    def _forward(self, batch: range, layer: int, block: nn.Module, cache: ActivationCache) -> Tensor:
+    def _before(self, batch: range, layer: int, stream: str) -> list[Forward]:
+        """Return what the blocks before block `layer` are to do, so that it is called as in a whole forward pass."""
+        before: list[Forward] = []
+        for stack in self._stacks:
+            passed = stack.blocks[: max(0, layer - stack.blocks.start)]
+            own = [hand_on(stack.returned)] * len(passed)
+            kept = self.caches.get(stream if stack is self._stacks[-1] else ENCODED[stream])
+            if passed == stack.blocks and kept is not None:
+                own[-1] = hand_on(stack.returned, leaving=kept.read(batch).movedim(0, stack.axis))
+            elif own and stack.beside is not None:
+                own[0] = hand_on(stack.returned, beside=stack.beside)
+            before += own
+        return before
+
+    def _forward(self, batch: range, layer: int, block: nn.Module, stream: str) -> Tensor:
         """Return what leaves `block` of a batch."""
-        return self._run(self._call(batch, layer), self._read(cache, batch), block)
+        return self._run(self._call(batch, layer, stream), self._read(stream, batch, layer), block)
 
     def _run(self, call: BlockCall, hidden: Tensor, block: nn.Module) -> Tensor:
-        output = call(block, hidden)
-        self._returned = len(output) if type(output) in (tuple, list) else 0
-        states = output[0] if self._returned else output
-        if not isinstance(states, Tensor):
-            raise ArchitectureError(
-                f"a {type(block).__name__} returns a {type(output).__name__}, not hidden states, so this model cannot "
-                "be quantized block by block"
-            )
-        return states
+        return _hidden(call(block, hidden), block)
 
     def _statistics(self, target: Target, group: Group) -> InputStatistics:
         """Return empty statistics of what a Linear receives.
@@ -228,3 +357,29 @@ class Streams:
         """
         paired = self.paired and (target.expert is not None or not group.routed)
         return InputStatistics(target.shape[1], self.batches.device, cross=paired)
+
+
+def _hidden(output: Any, block: nn.Module) -> Tensor:
+    """Return the hidden states among what a block returns."""
+    states = output[0] if type(output) in (tuple, list) else output
+    if not isinstance(states, Tensor):
+        raise ArchitectureError(
+            f"a {type(block).__name__} returns a {type(output).__name__}, not hidden states, so this model cannot be "
+            "quantized block by block"
+        )
+    return states
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).nan_to_num().norm())
+
+
+def _without_products(block: nn.Module) -> nn.Module:
+    """Return a copy of `block` without the weights of its Linears, whose outputs are 0 instead."""
+    linears = [module for module in block.modules() if is_matrix(module)]
+    memo: dict[int, Any] = {id(each.weight): nn.Parameter(matrix(each).to("meta"), False) for each in linears}
+    twin = copy.deepcopy(block, memo)
+    for module in filter(is_matrix, twin.modules()):
+        rows = matrix(module).shape[0]
+        module.forward = lambda x, rows=rows: x.new_zeros(*x.shape[:-1], rows)
+    return twin

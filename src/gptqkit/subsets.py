@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from .targets import Target
 
+_NUMBER = re.compile(r"(?<=[._])\d+(?=\.)")  # as in "experts.3.up_proj" and "experts.expert_3.fc1"
+
 Subset = list[Target]
 """Linears that receive the same tensor, and share its statistics."""
 
@@ -48,7 +50,7 @@ def group_subsets(targets: Sequence[Target], found: Iterable[tuple[Sequence[str]
         absent: dict[tuple[str, ...], list[str]] = {}
         for name in missing:
             if _pattern(name) in patterns:
-                absent.setdefault(tuple(re.findall(r"(?<=\.)\d+(?=\.)", name)), []).append(name)
+                absent.setdefault(tuple(_NUMBER.findall(name)), []).append(name)
         subsets.extend(absent.values())
         subsets.sort(key=lambda subset: place[subset[0]])
     return [
@@ -78,5 +80,5 @@ def portions(
 
 
 def _pattern(name: str) -> str:
-    """Return `name` with a star for every number that stands between dots."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+    """Return `name` with a star for every number that counts modules."""
+    return _NUMBER.sub("*", name)

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .errors import ArchitectureError, ConfigError
+from .calibration.halves import has_two_stacks
+from .errors import ArchitectureError, ConfigError, ShapeError
 from .experts import Expert, is_split
-from .export.formats import find_format
+from .export.formats import LayerSpec, find_format
 from .export.recipes import RECIPES, SUPER_BLOCK
 from .export.shards import some
 from .quantizer.config import QuantizeConfig
@@ -71,31 +72,42 @@ def _computes_a_product(kind: type[nn.Module]) -> bool:
     return isinstance(found, Tensor) and found.shape == expected.shape and bool(torch.allclose(found, expected))
 
 
-def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the name of the list of repeated blocks and the list: the one that holds the most weights in matrices.
+def find_blocks(model: PreTrainedModel) -> list[dict[str, nn.Module]]:
+    """Return the repeated blocks by name: those of the one stack of a model, or of its encoder and of its decoder.
 
-    Blocks may be of several kinds. In a composite model only the language part is searched. ArchitectureError where
-    there is no such list, or where it is not a model that text alone goes through, from one end to the other.
+    A stack is the list that holds the most weights in matrices. Blocks may be of several kinds. In a composite model
+    only the language part is searched. ArchitectureError where there is no such list, or where it is not a model that
+    text alone goes through, from one end to the other.
     """
-    if isinstance(model, PreTrainedModel):
-        _check_kind(model)
-    part = model.get_decoder() if isinstance(model, PreTrainedModel) else model
-    found = _largest_list(model, part) or _largest_list(model, model)
-    if found is None:
+    _check_kind(model)
+    if has_two_stacks(model):
+        encoder = model.get_encoder()
+        text = encoder.get_decoder() if isinstance(encoder, PreTrainedModel) else encoder  # that of a composite one
+        found = [_largest_list(model, part) for part in (text, model.get_decoder())]
+    else:
+        found = [_largest_list(model, model.get_decoder()) or _largest_list(model, model)]
+    if None in found or len({name for name, _ in filter(None, found)}) < len(found):
         raise ArchitectureError(
-            f"{type(model).__name__} has no list of repeated blocks with Linear modules inside; only models of that "
-            "shape can be quantized block by block"
+            f"{type(model).__name__} has no list of repeated blocks with Linear modules inside"
+            f"{' in each of its two stacks' * (len(found) - 1)}; only models of that shape can be quantized block by "
+            "block"
         )
-    return found
+    stacks = [(name, blocks, set(map(id, blocks.parameters()))) for name, blocks in filter(None, found)]
+    if len(stacks) > 1 and not stacks[0][2].isdisjoint(stacks[1][2]):
+        raise ArchitectureError(
+            f"the encoder and the decoder of {type(model).__name__} share weights; only stacks with weights of their "
+            "own can be quantized one after the other"
+        )
+    return [{f"{name}.{number}": block for number, block in enumerate(blocks)} for name, blocks, _ in stacks]
 
 
 def _check_kind(model: PreTrainedModel) -> None:
-    """Raise ArchitectureError for a model of two stacks, and for one that does not begin with token ids."""
+    """Raise ArchitectureError for a model that does not begin with token ids."""
     name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
+    if has_two_stacks(model) and model.main_input_name != "input_ids":
         raise ArchitectureError(
-            f"{name} is an encoder-decoder, whose decoder reads what its encoder makes; only models with one stack of "
-            "blocks can be quantized"
+            f"{name} is an encoder-decoder whose encoder takes {model.main_input_name}, no token ids, so it cannot be "
+            "calibrated with text; those that turn text into text can be quantized"
         )
     try:
         embedding = model.get_input_embeddings()
@@ -121,7 +133,7 @@ def _largest_list(model: nn.Module, part: nn.Module) -> tuple[str, nn.ModuleList
 
 
 def find_targets(
-    model: PreTrainedModel, prefix: str, blocks: nn.ModuleList, config: QuantizeConfig
+    model: PreTrainedModel, blocks: Mapping[str, nn.Module], config: QuantizeConfig
 ) -> tuple[list[list[Target]], dict[str, str]]:
     """Return the Linears to be quantized, block by block, and why others, by name, cannot be.
 
@@ -129,7 +141,7 @@ def find_targets(
     do routers and what the overrides skip, which are not named.
 
     Raises:
-        ConfigError: A module whose shape the settings do not fit, or an override that matches none.
+        ConfigError: Settings that the format cannot hold, or an override that matches none.
         ArchitectureError: The overrides leave nothing to quantize.
     """
     names = [name for name, module in model.named_modules() if is_matrix(module)]
@@ -141,21 +153,21 @@ def find_targets(
             )
     targets: list[list[Target]] = []
     left: dict[str, str] = {}
-    for layer, block in enumerate(blocks):
+    for path, block in blocks.items():
         routers = find_routers(block)
         chosen: list[Target] = []
         for inner, module in block.named_modules():
-            name = f"{prefix}.{layer}.{inner}"
+            name = f"{path}.{inner}"
             settings = config.for_module(name)
             if settings is None or module in routers or not isinstance(module, (nn.Linear, Conv1D)):
                 continue
             if not is_matrix(module):
                 left[name] = "it computes something else than a Linear does"
                 continue
-            settings = _with_type(settings, inner, layer, module, model)
+            settings = _with_type(settings, name, module, model)
             try:
-                chosen.append(_target(name, inner, module, settings, block))
-            except ConfigError as error:
+                chosen.append(_target(name, inner, module, settings, block, config))
+            except ShapeError as error:
                 left[name] = str(error)
         targets.append(chosen)
     if not any(targets) and find_head(model, config) is None:
@@ -164,22 +176,40 @@ def find_targets(
     return targets, left
 
 
-def _with_type(
-    config: QuantizeConfig, inner: str, layer: int | None, module: nn.Module, model: PreTrainedModel
-) -> QuantizeConfig:
+def _with_type(config: QuantizeConfig, name: str, module: nn.Module, model: PreTrainedModel) -> QuantizeConfig:
     """Return the settings of one Linear, with the type that the format chooses for it."""
     choose = find_format(config.format).choose
     if choose is None:
         return config
-    chosen: QuantizeConfig = choose(config, inner, layer, matrix(module).shape[1], model.config.to_dict())
+    chosen: QuantizeConfig = choose(config, name, matrix(module).shape[1], model.config.to_dict())
     return chosen
 
 
-def _target(name: str, inner: str, module: nn.Module, config: QuantizeConfig, block: nn.Module | None) -> Target:
+def _target(
+    name: str, inner: str, module: nn.Module, config: QuantizeConfig, block: nn.Module | None, common: QuantizeConfig
+) -> Target:
+    """Return a Linear as a target; ShapeError where the format cannot hold its shape, ConfigError for the settings."""
     rows, columns = matrix(module).shape
-    find_format(config.format).check((rows, columns), config.bits)
-    if config.group_size is not None:
-        config = dataclasses.replace(config, group_size=fitting_group(columns, config.group_size))
+    layout, asked = find_format(config.format), config.group_size
+    if asked is not None:
+        config = dataclasses.replace(config, group_size=fitting_group(columns, asked))
+    size = config.group_size or columns
+    spec = LayerSpec(
+        in_features=columns,
+        out_features=rows,
+        bits=config.bits,
+        group_size=size,
+        sym=config.sym,
+        act_order=config.desc_act and not config.static_groups and size < columns,
+    )
+    try:
+        if layout.uniform and (config.bits, asked) != (common.bits, common.group_size):
+            raise ConfigError(f"{config.format} knows one setting for all modules; skip it or take another format")
+        layout.check(spec)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    if layout.uniform and config.group_size != asked:
+        raise ShapeError(f"{columns} columns are no whole groups of {asked}, the one size that {config.format} knows")
     owner = inner.rpartition(".")[0]
     if block is not None and isinstance(block.get_submodule(owner), Expert):
         experts, _, number = owner.rpartition(".")
@@ -240,14 +270,15 @@ def find_routers(block: nn.Module) -> set[nn.Module]:
 
 
 def _experts(module: nn.Module) -> int:
-    """Return the number of experts in `module`: split, stacked in any way, or a list of modules; else 0."""
+    """Return the number of experts in `module`: split, stacked in any way, or modules in a list or a dictionary."""
     if is_split(module):
         return sum(isinstance(child, Expert) for child in module.children())
     for parameter in module.parameters(recurse=False):
         if parameter.ndim == 3 and min(parameter.shape) > 1:  # not the weight of a convolution by channel
             return parameter.shape[0]
-    if isinstance(module, nn.ModuleList) and all(any(map(is_matrix, expert.modules())) for expert in module):
-        return len(module)
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        experts = sum(any(map(is_matrix, child.modules())) for child in module.children())
+        return experts if isinstance(module, nn.ModuleDict) or experts == len(module) else 0  # a dropout beside them
     return 0
 
 
@@ -259,17 +290,17 @@ def find_head(model: PreTrainedModel, config: QuantizeConfig) -> Target | None:
     name = next((name for name, module in model.named_modules() if module is head), None)
     if head is None or name is None or not is_matrix(head):
         raise ConfigError(f"lm_head=True, but {type(model).__name__} has no linear output layer; leave it out")
-    if is_tied(model):
+    if is_tied(model) or f"{name}.weight" in model.get_expanded_tied_weights_keys(all_submodels=True):
         raise ConfigError(
-            f"lm_head=True, but {name} shares its weight with the input embedding, which must stay in floating point; "
-            "leave lm_head out"
+            f"lm_head=True, but {name} shares its weight with an input embedding, or does so by its configuration, and "
+            "must stay in floating point; leave lm_head out"
         )
     settings = config.for_module(name)
     try:
-        return (
-            None if settings is None else _target(name, "", head, _with_type(settings, name, None, head, model), None)
-        )
-    except ConfigError as error:
+        if settings is None:
+            return None
+        return _target(name, "", head, _with_type(settings, name, head, model), None, config)
+    except (ConfigError, ShapeError) as error:
         raise ConfigError(f"lm_head=True, but {name} cannot be packed: {error}; leave lm_head out") from error
 
 
@@ -280,6 +311,7 @@ def output_layer(model: PreTrainedModel) -> nn.Module | None:
 
 
 def is_tied(model: PreTrainedModel) -> bool:
-    """Whether the output layer shares its weight with the input embedding."""
+    """Whether the output layer shares its weight with an embedding of tokens."""
     output = output_layer(model)
-    return output is not None and output.weight is model.get_input_embeddings().weight
+    embeddings = [model.get_input_embeddings(), *(each for each in model.modules() if isinstance(each, nn.Embedding))]
+    return output is not None and any(output.weight is each.weight for each in embeddings)

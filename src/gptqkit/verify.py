@@ -41,14 +41,14 @@ def check_block(
     Raises:
         CheckpointError: The block cannot run, or computes something else; the first Linear that differs is named.
     """
-    block = model.blocks[layer]
-    model.blocks[layer] = _without_weights(block)
+    block, path = model.blocks[layer], model.paths[layer]
+    model.model.set_submodule(path, _without_weights(block))
     try:
         backend = "torch" if device.type == "cpu" else "auto"
         install(model.empty, part, device=device, dtype=dtype, backend=backend, cast=True)
-        packed = model.blocks[layer]
+        packed = model.model.get_submodule(path)
     finally:
-        model.blocks[layer] = block
+        model.model.set_submodule(path, block)
     try:
         found, expected = run(packed), run(block)
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:

@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from gptqkit.calibration.capture import block_call, capture_inputs, head_input, routed_tokens, routing, trace_inputs
+from gptqkit.calibration.capture import (
+    block_call,
+    capture_inputs,
+    hand_on,
+    head_input,
+    routed_tokens,
+    routing,
+    trace_inputs,
+)
 from gptqkit.targets import find_blocks, is_matrix
 from support.models import MIXTURES, MODELS, OTHERS, build, samples
 
@@ -24,8 +32,9 @@ def first(output):
 def test_block_by_block_equals_the_whole_forward_pass(name):
     """Also on hidden states that the model did not compute in this pass, and with masks that differ between blocks."""
     model, batch = build(name), batch_of(padded=True)
-    prefix, blocks = find_blocks(model)
-    assert model.get_submodule(prefix) is blocks
+    [named] = find_blocks(model)
+    assert all(model.get_submodule(path) is block for path, block in named.items())
+    blocks = nn.ModuleList(named.values())
     own = blocks[0].forward
 
     def put_by_somebody(*arguments, **named):  # as accelerate does
@@ -41,12 +50,13 @@ def test_block_by_block_equals_the_whole_forward_pass(name):
     for hook in hooks:
         hook.remove()
     returned = len(seen[0]) if isinstance(seen[0], (tuple, list)) else 0
-    hidden = block_call(model, blocks, 0, batch, returned=returned).hidden
+    hidden = block_call(model, blocks, batch, []).hidden
     for layer, block in enumerate(blocks):
-        hidden = first(block_call(model, blocks, layer, batch, returned=returned)(block, hidden))
+        hidden = first(block_call(model, blocks, batch, [hand_on(returned)] * layer)(block, hidden))
         assert torch.equal(hidden, first(seen[layer]))
     if head is not None:
-        assert torch.equal(head_input(model, blocks, head, batch, hidden, returned=returned), seen[-1])
+        before = [*[hand_on(returned)] * (len(blocks) - 1), hand_on(returned, leaving=hidden)]
+        assert torch.equal(head_input(model, blocks, batch, before, head), seen[-1])
     assert blocks[0].forward is put_by_somebody
     assert all("forward" not in vars(block) for block in blocks[1:])
 
@@ -69,7 +79,8 @@ ORDERS = {
 @pytest.mark.parametrize("name", ORDERS)
 def test_linears_are_found_in_the_order_of_their_calls_with_what_they_share(name):
     model, batch = build(name), batch_of(padded=False)
-    _, blocks = find_blocks(model)
+    [named] = find_blocks(model)
+    blocks = nn.ModuleList(named.values())
     modules = {inner: module for inner, module in blocks[0].named_modules() if is_matrix(module)}
     expected, hooks = {}, []
     for inner, module in modules.items():
@@ -80,7 +91,7 @@ def test_linears_are_found_in_the_order_of_their_calls_with_what_they_share(name
     model(**batch)
     for hook in hooks:
         hook.remove()
-    call = block_call(model, blocks, 0, batch, returned=0)
+    call = block_call(model, blocks, batch, [])
     found = trace_inputs(modules, lambda: call(blocks[0], call.hidden))
     shared = [tuple(inner.rpartition(".")[2] for inner in names) for names, _ in found]
     assert shared == ORDERS[name]
@@ -88,8 +99,8 @@ def test_linears_are_found_in_the_order_of_their_calls_with_what_they_share(name
     assert {inner for names, _ in found for inner in names} == captured.keys() == modules.keys()
     for names, received in found:
         for inner in names:
-            assert torch.equal(received, expected[inner])
-            assert torch.equal(captured[inner], expected[inner])
+            for [tensor] in (received, captured[inner]):
+                assert torch.equal(tensor, expected[inner])
 
 
 def test_what_is_written_over_in_place_is_another_input_and_a_run_ends_when_all_were_called():
@@ -105,7 +116,9 @@ def test_what_is_written_over_in_place_is_another_input_and_a_run_ends_when_all_
         layers["d"](x[:, :].clone())
         layers["a"](x)
 
-    assert [names for names, _ in trace_inputs(dict(layers.items()), run)] == [["a", "b"], ["c"], ["d"]]
+    traced = trace_inputs(dict(layers.items()), run)
+    assert [(names, len(received)) for names, received in traced] == [(["a"], 2), (["b"], 1), (["c"], 1), (["d"], 1)]
+    assert [len(x) for x in capture_inputs({name: layers[name] for name in "ab"}, run, {"a"}).values()] == [2, 1]
     calls.clear()
     assert list(capture_inputs({name: layers[name] for name in "abc"}, run)) == ["a", "b", "c"]
     assert not calls

@@ -1,4 +1,4 @@
-"""transformers, through optimum and GPTQModel's layers, reads checkpoints on the CPU.
+"""transformers, through GPTQModel's layers and, for GPTQ, optimum, reads checkpoints on the CPU.
 
 `logits` in float16 as `from_pretrained` gives them. Where the kernel is GPTQModel's plain torch layers (gptq_torch)
 also `logits_float32`, with the same layers and float32 activations.
@@ -12,15 +12,16 @@ from pathlib import Path
 import torch
 from reading import answer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPTQConfig
+from transformers import AutoModelForCausalLM, AwqConfig, GPTQConfig
 
 
 def read(checkpoint: Path, input_ids: Tensor, kernel: str | None) -> dict[str, Tensor]:
     options = {}
     if kernel is not None:
         # transformers takes only the backend from it; everything else comes from the checkpoint.
-        bits = json.loads((checkpoint / "config.json").read_text())["quantization_config"]["bits"]
-        options["quantization_config"] = GPTQConfig(bits=bits, backend=kernel)
+        settings = json.loads((checkpoint / "config.json").read_text())["quantization_config"]
+        kind = AwqConfig if settings["quant_method"] == "awq" else GPTQConfig
+        options["quantization_config"] = kind(bits=settings["bits"], backend=kernel)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float16, device_map="cpu", **options)
     with torch.inference_mode():
         found = {"logits": model(input_ids).logits.float()}

@@ -67,10 +67,12 @@ class Given:
     def __init__(self, logits):
         self.logits = logits[None]
 
-    def __call__(self, input_ids, use_cache):
+    def forward(self, input_ids, use_cache):
         assert not use_cache
         assert input_ids.shape == self.logits.shape[:2]
         return self
+
+    __call__ = forward
 
 
 def log_softmax(row):

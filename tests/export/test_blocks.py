@@ -46,7 +46,7 @@ def test_what_the_solver_finds_is_stored_to_the_bit(kind):
     weight[0] = 0
     weight[1, :40] = 0
     weight[2] = weight[2].abs() + 1
-    config = QuantizeConfig(type=kind.name, method="rtn", mse=True)
+    config = QuantizeConfig(type=kind.name, method="rtn", grid="mse")
     solved = solve_rtn(weight, None, config, kind.snap).weight
     found, blocks = transcribe(solved)
     assert found is kind

@@ -1,74 +1,161 @@
 """The model card tells what a reader needs and nothing that was not measured."""
 
+import re
+
 import pytest
+import torch
+import yaml
 
-from gptqkit.export.card import model_card, pipeline_tag
-from gptqkit.quantizer.config import QuantizeConfig
+from gptqkit.export.card import pipeline_tag, write_card
+from gptqkit.export.convert import convert
+from gptqkit.export.inspect import inspect
+from gptqkit.quantizer.config import ModuleOverride
 
-CONFIG = QuantizeConfig(bits=3, group_size=-1, sym=False, method="gptaq", format="gptq").to_dict()
+OVERRIDES = {r"(k|v)_proj$": ModuleOverride(bits=8, group_size=-1), r"0\.mlp": ModuleOverride(skip=True)}
 MODULES = [
     {"name": "model.layers.0.q_proj", "error": 0.1, "rounding_error": 0.2, "worse_than_rounding": False},
     {"name": "model.layers.0.down_proj", "error": 0.3, "rounding_error": 0.25, "worse_than_rounding": True},
     {"name": "model.layers.1.q_proj", "error": None, "rounding_error": None},
     {"name": "lm_head", "error": 0.05, "rounding_error": 0.15, "worse_than_rounding": False},
 ]
+REPORT = {
+    "model": "org/small",
+    "samples": 8,
+    "sequence_length": 64,
+    "seed": 0,
+    "versions": {"gptqkit": "1.2", "torch": "2.0"},
+    "left_in_float": {"model.layers.0.odd": "it is odd"},
+    "modules": MODULES,
+    "perplexity": [{"dataset": "books", "sequence_length": 64, "perplexity": 9.87654, "tokens": 630}],
+}
+LICENSED = "---\nlicense: other\nlicense_name: deepseek\nlanguage:\n- en\n- no\nbase_model: org/older\n---\n# Small\n"
 
 
-def test_whole_card():
-    report = {
-        "model": "org/small",
-        "config": CONFIG,
-        "samples": 8,
-        "sequence_length": 64,
-        "seed": 0,
-        "versions": {"gptqkit": "1.2", "torch": "2.0"},
-        "modules": MODULES,
-        "perplexity": [{"dataset": "books", "sequence_length": 64, "perplexity": 9.87654, "tokens": 630}],
+def front_matter(card):
+    return yaml.load(re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)[1], yaml.BaseLoader)
+
+
+def test_whole_card(material, tmp_path):
+    made = material(bits=3, group_size=32, sym=False, method="gptaq", overrides=OVERRIDES, format="gptq")
+    made.report = REPORT
+    made.other_tensors |= {f"model.layers.1.self_attn.{name}_proj.weight": torch.ones(64, 64) for name in "kvo"}
+    out = made.write(tmp_path / "out", generation_config={})
+    (tmp_path / "README.md").write_text(LICENSED)
+    (out / "heatmap.png").touch()
+    write_card(out, tmp_path)
+    card = (out / "README.md").read_text()
+    assert front_matter(card) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "license": "other",
+        "license_name": "deepseek",
+        "language": ["en", "no"],
+        "tags": ["gptq", "gptqkit", "3-bit"],
+        "base_model": "org/small",
+        "base_model_relation": "quantized",
     }
-    lines = model_card(report).splitlines()
-    end = lines.index("---", 1)
-    assert lines[0] == "---"
-    assert {"- gptq", "- 3-bit", "base_model: org/small", "base_model_relation: quantized"} <= set(lines[1:end])
     for line in (
         "# small, 3-bit GPTQ",
         "| bits | 3 |",
-        "| group size | one group per row |",
+        "| group size | 32 |",
         "| symmetric | False |",
         "| method | gptaq |",
+        r"| override of `(k\|v)_proj$` | bits 8, group size one group per row |",
+        r"| override of `0\.mlp` | floating point |",
         "| calibration | 8 samples of 64 tokens |",
         "| seed | 0 |",
         "| quantizer | gptqkit 1.2 |",
         "| books | 64 | 630 | 9.877 |",
+        "![Errors of modules and blocks against plain rounding](heatmap.png)",
         'model, tokenizer = gptqkit.load("path/to/this/directory")',
     ):
-        assert line in lines
-    assert any("asymmetric version 1" in line for line in lines)
-    [errors] = [line for line in lines if "Relative output error" in line]
+        assert line in card.splitlines()
+    [floats] = re.findall(r"^\d+ modules of the blocks: .*", card, re.MULTILINE)
+    names = [f"`{name}`" for name in inspect(out).float_modules]
+    assert floats.startswith(f"4 modules of the blocks: {', '.join(names)}. 1 ")
+    assert floats.endswith(" could not be quantized (it is odd).")
+    [errors] = re.findall("^Relative output error.*", card, re.MULTILINE)
     assert "0.15000 on average over 3 modules (plain rounding: 0.20000)" in errors
     assert "at most 0.30000, in `model.layers.0.down_proj`" in errors
     assert errors.endswith("Worse than plain rounding: `model.layers.0.down_proj`.")
 
 
-def test_what_is_not_known_is_left_out():
-    card = model_card({"model": "local-model", "config": {**CONFIG, "sym": True}})
-    assert not any(text in card for text in ("base_model", "## Perplexity", "## Errors", "None", "asymmetric"))
+@pytest.mark.parametrize(("name", "packages"), [("awq", "`gptqmodel`"), ("compressed-tensors", "`compressed-tensors`")])
+def test_what_transformers_needs_for_other_formats(material, tmp_path, name, packages):
+    convert(material(format="gptq_v2").write(tmp_path / "v2"), tmp_path / "out", format=name)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"which needs {packages} for it" in card
+    assert f"- {name}\n" in card
+
+
+@pytest.mark.parametrize("sym", [True, False])
+def test_the_programs_are_those_that_inspect_names_also_after_converting(material, tmp_path, sym):
+    out = material(sym=sym, format="gptq_v2").write(tmp_path / "out", generation_config={})
+    (out / "README.md").write_text(LICENSED)
+    convert(out, tmp_path / "v1", format="gptq")
+    found = {}
+    for path in (out, tmp_path / "v1"):
+        write_card(out, out)
+        card = (path / "README.md").read_text()
+        readers = [reader.name for reader in inspect(path).readers if reader.loads]
+        found[path.name] = readers
+        assert f"\nLoaded by: {', '.join(readers)}. " in card
+        assert ("AutoModelForCausalLM" in card) == ("transformers" in readers)
+        assert front_matter(card)["license_name"] == "deepseek"
+    assert found["out"] != found["v1"]
+
+
+def test_what_is_not_known_is_left_out(material, tmp_path):
+    made = material()
+    made.report = {"model": "local-model"}
+    card = (made.write(tmp_path / "out") / "README.md").read_text()
+    words = (
+        "base_model",
+        "license",
+        "language",
+        "## Perplexity",
+        "## Errors",
+        "## Left",
+        "override",
+        "None",
+        "heatmap",
+    )
+    assert not any(text in card for text in words)
 
 
 @pytest.mark.parametrize(
-    ("files", "tag"),
+    "matter",
     [
-        ("generation_config.json", "text-generation"),
-        ("", "feature-extraction"),
-        ("modules.json generation_config.json", "sentence-similarity"),
-        ("generation_config.json vision", "image-text-to-text"),
+        "",
+        "---\nlicense: [[mit]]\nlanguage: {en: de}\n---\n",
+        '---\nlicense: ""\nlanguage: ["\\e[2J"]\n---\n',
+        "---\nlicense: [mit\n---\n",
+        "---\n- license: mit\n---\n",
+        "---\nlicense: mit\n",
+        "---\nlicense: " + "[" * 20000 + "\n---\n",
+        "---\na: " + "x" * 70000 + "\nlicense: mit\n---\n",
     ],
 )
-def test_what_a_model_is_for_is_seen_from_its_files(files, tag, tmp_path):
+def test_front_matter_that_is_none_says_nothing(material, tmp_path, matter):
+    out = material().write(tmp_path / "out")
+    (out / "README.md").write_text(matter)
+    write_card(out, out)
+    card = front_matter((out / "README.md").read_text())
+    assert not {"license", "language"} & card.keys()
+
+
+@pytest.mark.parametrize(
+    ("files", "config", "tag"),
+    [
+        ("generation_config.json", "{}", "text-generation"),
+        ("", "{}", "feature-extraction"),
+        ("modules.json generation_config.json", "{}", "sentence-similarity"),
+        ("generation_config.json", '{"vision_config": {}}', "image-text-to-text"),
+        ("generation_config.json", '{"is_encoder_decoder": true}', "text2text-generation"),
+    ],
+)
+def test_what_a_model_is_for_is_seen_from_its_files(files, config, tag, tmp_path):
     for name in files.split():
         (tmp_path / name).write_text("{}")
-    (tmp_path / "config.json").write_text('{"vision_config": {}}' if "vision" in files else "{}")
+    (tmp_path / "config.json").write_text(config)
     assert pipeline_tag(tmp_path) == tag
-    card = model_card({"config": CONFIG}, tag)
-    assert f"pipeline_tag: {tag}" in card.splitlines()
-    assert ("AutoModelForCausalLM" in card) == (tag == "text-generation")
-    assert card.count("```") == (4 if tag == "text-generation" else 2)

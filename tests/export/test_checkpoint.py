@@ -87,8 +87,10 @@ def test_nothing_private_no_time_and_strict_json_are_written(material, tmp_path)
 def test_names_of_the_hub_stay_and_local_ones_lose_their_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("models/tiny").mkdir(parents=True)
-    names = ["org/name", "models/tiny", "./gone", tmp_path / "models" / "tiny" / ".."]
-    assert [public_name(name) for name in names] == ["org/name", "tiny", "gone", "models"]
+    cached = tmp_path / "models--org--small-2" / "snapshots" / "0123abc"
+    cached.mkdir(parents=True)
+    names = ["org/name", "models/tiny", "./gone", tmp_path / "models" / "tiny" / "..", cached]
+    assert [public_name(name) for name in names] == ["org/name", "tiny", "gone", "models", "org/small-2"]
 
 
 @pytest.mark.parametrize("part", ["codes", "scale", "offset", "group_index"])

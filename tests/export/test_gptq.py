@@ -5,8 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from gptqkit.errors import CheckpointError, ConfigError, ConversionError
+from gptqkit.errors import CheckpointError, ConversionError, ShapeError
 from gptqkit.export.formats import Declared, LayerSpec, find_format
+from gptqkit.quantizer.config import QuantizeConfig
+from gptqkit.quantizer.methods import Moments, find_method
 from support.weights import gptq_tensors, random_weight, same
 
 VERSIONS = {1: find_format("gptq"), 2: find_format("gptq_v2")}
@@ -71,6 +73,22 @@ def test_every_grid_that_the_solver_may_use_can_be_held(version, bits):
         assert same(read(VERSIONS[version].pack(weight), version=version, bits=bits, sym=wanted is None), weight)
 
 
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2", "awq", "compressed-tensors"])
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_groups_without_negative_weights_read_back_to_the_bit(version, method):
+    """Their grids begin at zero: all but version 1 have a zero point for that, and floating point two zeros."""
+    weight = torch.rand(64, 64, generator=torch.Generator().manual_seed(0))
+    weight[:, 32:] -= 0.5
+    config = QuantizeConfig(method=method, format=version, bits=4, group_size=32, sym=False)
+    moments, layout = Moments(hessian=torch.eye(64)), find_format(version)
+    solved = find_method(method).solve(weight, moments, config, layout.snap).weight
+    spec = LayerSpec.of(solved)
+    found = layout.unpack("layer", layout.pack(solved), spec)
+    assert (solved.zero_point() == 0).any() == (version != "gptq")
+    for part in ("codes", "scale", "offset"):
+        assert getattr(found, part).numpy().tobytes() == getattr(solved, part).numpy().tobytes(), part
+
+
 def test_grids_that_a_version_cannot_hold_are_counted():
     for version, zero, message in ((1, 0, r"1 \.\.\. 16, .* gptq holds"), (2, 16, r"0 \.\.\. 15, .* gptq_v2 holds")):
         weight = random_weight()
@@ -86,10 +104,10 @@ def test_grids_that_a_version_cannot_hold_are_counted():
 
 def test_shapes_are_checked_before_any_work():
     for bits, unit in ((2, 16), (3, 32), (4, 8), (8, 4)):  # of codes that fill whole int32 words
-        VERSIONS[1].check((unit, 3 * unit), bits)
+        VERSIONS[1].check(LayerSpec.of(random_weight(bits, unit, 3 * unit)))
         for shape in ((unit, 3 * unit + unit // 2), (unit + 1, unit)):
-            with pytest.raises(ConfigError, match=f"packed {bits}-bit weights need multiples of {unit} both ways"):
-                VERSIONS[1].check(shape, bits)
+            with pytest.raises(ShapeError, match=f"packed {bits}-bit weights need multiples of {unit} both ways"):
+                VERSIONS[1].check(LayerSpec.of(random_weight(bits, *shape)))
 
 
 def test_what_other_programs_leave_out_or_write_differently():

@@ -122,13 +122,21 @@ def test_dynamic_settings_hold_for_the_first_pattern_from_the_start_of_the_name(
         ({"method": "gptq", "format": "gptq_v2"}, "gptq_v2"),
         ({"quant_method": "gptq", "format": "gptq_v2", "checkpoint_format": "gptq"}, "gptq"),
         ({"quant_method": "gptq", "checkpoint_format": None, "format": ""}, "gptq"),
+        ({"format": "gptq", "is_marlin_format": True}, "marlin"),
+        ({"quant_method": "marlin", "group_size": 128}, "marlin"),
+        ({"quant_method": "awq", "version": "GEMM"}, "awq"),
+        ({"quant_method": "awq", "w_bit": 4}, "awq"),
         ({"quant_method": "awq", "format": "gptq"}, None),
-        ({"format": "gptq", "is_marlin_format": True}, None),
+        ({"quant_method": "awq", "version": "gemv_fast", "format": "gemm"}, None),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed-tensors"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, None),
+        ({"quant_method": "compressed-tensors", "format": "mixed-precision"}, None),
+        ({"quant_method": "compressed-tensors"}, None),
     ],
 )
 def test_the_format_is_found_as_transformers_finds_it(values, name):
     if name is not None:
         assert declared_format(values, "here") == name
         return
-    with pytest.raises(CheckpointError, match="gptq, gptq_v2, gguf are read here"):
+    with pytest.raises(CheckpointError, match="gptq, gptq_v2, awq, marlin, compressed-tensors, gguf are read here"):
         declared_format(values, "here")

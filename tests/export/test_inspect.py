@@ -30,10 +30,10 @@ def test_sizes_by_hand(material, tmp_path):
 def refusals(path):
     """The reasons of the readers that do not load it."""
     readers = inspect(path).readers
-    names = ["gptqkit", "GPTQModel", "transformers+gptqmodel", "vLLM", "SGLang", "AutoGPTQ"]
+    names = ["gptqkit", "GPTQModel", "transformers", "vLLM", "SGLang", "AutoGPTQ"]
     assert [reader.name for reader in readers] == names
     assert all(reader.loads != bool(reader.reasons) for reader in readers)
-    return {reader.name.partition("+")[0]: " ".join(reader.reasons) for reader in readers if not reader.loads}
+    return {reader.name: " ".join(reader.reasons) for reader in readers if not reader.loads}
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,53 @@ def test_readers_by_settings(material, tmp_path, settings, expected):
     found = refusals(material(**{"format": "gptq", **settings}).write(tmp_path / "out"))
     assert found.keys() == expected.keys()
     assert all(reason in found[name] for name, reason in expected.items())
+
+
+OTHERS = ["GPTQModel", "transformers", "vLLM", "SGLang", "AutoGPTQ"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"format": "awq", "sym": False}, {"SGLang": "not tried with awq", "AutoGPTQ": "convert to gptq"}),
+        (
+            {"format": "awq", "group_size": 8},
+            dict.fromkeys(OTHERS[:3], "groups of") | {"SGLang": "", "AutoGPTQ": ""},
+        ),
+        (
+            {"format": "awq", "overrides": {"down_proj": SKIP}},
+            {"SGLang": "", "AutoGPTQ": ""},
+        ),
+        (
+            {"format": "compressed-tensors", "sym": False},
+            {"GPTQModel": "convert to gptq_v2", "SGLang": "not tried", "AutoGPTQ": ""},
+        ),
+        (
+            {"format": "compressed-tensors", "bits": 3, "overrides": {"down_proj": ModuleOverride(bits=8)}},
+            {"GPTQModel": "", "SGLang": "", "AutoGPTQ": "", "vLLM": "serves 4 and 8 bits, not 3"},
+        ),
+        (
+            {"format": "compressed-tensors", "bits": 8, "sym": False, "group_size": 16},
+            {"GPTQModel": "", "SGLang": "", "AutoGPTQ": "", "vLLM": "8 bits symmetric only has kernels for groups of"},
+        ),
+    ],
+)
+def test_readers_of_other_formats(material, tmp_path, settings, expected):
+    found = refusals(material(**settings).write(tmp_path / "out"))
+    assert found.keys() == expected.keys()
+    assert all(reason in found[name] for name, reason in expected.items())
+
+
+def test_no_reader_loads_marlin_files_and_act_order_is_given_up_in_compressed_tensors(material, tmp_path):
+    made = material(format="marlin", group_size=128)
+    made.weights = {"model.layers.0.mlp.down_proj": random_weight(4, 256, 128, None, sym=True)}
+    found = refusals(made.write(tmp_path / "marlin"))
+    assert found.keys() == set(OTHERS)
+    assert all("no checkpoints in marlin's layout" in reason for reason in found.values())
+    made = material(format="compressed-tensors")
+    made.weights = {"model.layers.0.mlp.down_proj": random_weight(act_order=True)}
+    found = refusals(made.write(tmp_path / "out"))
+    assert all("given up g_idx; quantize with static_groups" in found[name] for name in ("transformers", "vLLM"))
 
 
 def test_readers_by_tensors(material, tmp_path):
@@ -93,10 +140,30 @@ def test_kinds_of_models_that_were_not_tried_are_not_promised(material, tmp_path
     others = {"GPTQModel", "transformers", "vLLM", "SGLang", "AutoGPTQ"}
     made = material(format="gptq")
     made.weights["model.layers.0.mlp.experts.0.gate_proj"] = made.weights["model.layers.0.self_attn.q_proj"]
-    assert refusals(made.write(tmp_path / "mixture")).keys() == others - {"GPTQModel"}
-    made.weights["model.layers.0.block_sparse_moe.experts.0.w1"] = made.weights["model.layers.0.self_attn.q_proj"]
-    assert "under other names" in refusals(made.write(tmp_path / "mixtral"))["GPTQModel"]
+    found = refusals(made.write(tmp_path / "mixture"))
+    assert found.keys() == others
+    assert "not tried with the experts of llama" in found["GPTQModel"]
+    assert "leaves experts at random values" in found["transformers"]
     made.model_config["architectures"] = ["LlavaForConditionalGeneration"]
     reasons = refusals(made.write(tmp_path / "composite"))
     assert reasons.keys() == others
     assert all("not with LlavaForConditionalGeneration" in each for each in reasons.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "experts", "loads"),
+    [
+        ("qwen3_moe", "mlp.experts.0.gate_proj", {"GPTQModel", "vLLM"}),
+        ("deepseek_v3", "mlp.experts.0.gate_proj", {"GPTQModel", "vLLM"}),
+        ("gpt_oss", "mlp.experts.0.gate_proj", {"GPTQModel"}),
+        ("mixtral", "block_sparse_moe.experts.0.w1", {"vLLM"}),
+        ("phimoe", "block_sparse_moe.experts.0.w1", {"vLLM"}),
+    ],
+)
+def test_readers_of_mixtures_of_experts(material, tmp_path, kind, experts, loads):
+    """As `make clients` shows of small ones."""
+    made = material(format="gptq")
+    made.model_config["model_type"] = kind
+    made.weights = {f"model.layers.{n}.{experts}": random_weight(rows=64, columns=128, sym=True) for n in range(2)}
+    others = {"GPTQModel", "transformers", "vLLM", "SGLang", "AutoGPTQ"}
+    assert refusals(made.write(tmp_path / "out")).keys() == others - loads

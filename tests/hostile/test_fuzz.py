@@ -53,10 +53,16 @@ def originals(tmp_path_factory):
     """Checkpoints, and the format that each can be converted to."""
     folder, made = tmp_path_factory.mktemp("originals"), []
     with warnings.catch_warnings(action="ignore"):
-        for name, before, after in (("llama", "gptq", "gptq_v2"), ("mixtral", "gptq_v2", "gptq")):
-            where = folder / name
+        for name, before, after in (
+            ("llama", "gptq", "gptq_v2"),
+            ("mixtral", "gptq_v2", "gptq"),
+            ("llama", "awq", "compressed-tensors"),
+            ("llama", "compressed-tensors", "gptq_v2"),
+        ):
+            where = folder / f"{name} {before}"
             save(build(name, num_hidden_layers=1, tie_word_embeddings=name == "llama").half(), where / "model")
-            quantize(where / "model", where / "q", format=before, sym=True, desc_act=name == "llama")
+            act_order = name == "llama" and before != "awq"
+            quantize(where / "model", where / "q", format=before, sym=before != "awq", desc_act=act_order)
             made.append((where / "q", after))
     return made
 

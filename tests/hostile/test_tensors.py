@@ -74,7 +74,7 @@ def test_settings_that_contradict_the_tensors(build, change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quant_method": "awq"}, "the checkpoint format is 'awq'; gptq, gptq_v2, gguf are read here"),
+        ({"quant_method": "aqlm"}, "the checkpoint format is 'aqlm'; gptq, gptq_v2, awq, marlin, "),
         ({"quant_method": 4}, "checkpoint format is '4'"),
         ({"checkpoint_format": "bitblas", "format": "gptq"}, "checkpoint format is 'bitblas'"),
         ({"checkpoint_format": ["gptq"]}, "checkpoint format is"),
@@ -128,7 +128,7 @@ def test_group_indices_that_are_lost(build):
         assert not open_checkpoint(build({f"{NAME}.g_idx": None}, **config)).layers[NAME].act_order
     whole = {f"{NAME}.qzeros": torch.full((1, 4), 7, dtype=WORDS), f"{NAME}.scales": torch.ones(1, 32).half()}
     open_checkpoint(build({f"{NAME}.g_idx": None, **whole}, desc_act=True, group_size=-1))
-    with pytest.raises(CheckpointError, match=rf"{ESCAPED}\.g_idx is missing; with desc_act it says"):
+    with pytest.raises(CheckpointError, match=rf"{ESCAPED}\.g_idx is missing; with act-order it says"):
         open_checkpoint(build({f"{NAME}.g_idx": None}, desc_act=True))
 
 

@@ -44,16 +44,16 @@ def loss(weight, approximation, hessian):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    ("bits", "sym", "group_size", "format_", "mse"),
+    ("bits", "sym", "group_size", "format_", "grid"),
     [
-        (2, False, 16, "gptq_v2", True),
-        (3, True, 48, "gptq_v2", True),
-        (4, False, 32, "gptq", True),
-        (4, False, None, "gptq_v2", False),
-        (8, False, 24, "gptq_v2", False),
+        (2, False, 16, "gptq_v2", "mse"),
+        (3, True, 48, "gptq_v2", "mse"),
+        (4, False, 32, "gptq", "mse"),
+        (4, False, None, "gptq_v2", "minmax"),
+        (8, False, 24, "gptq_v2", "minmax"),
     ],
 )
-def test_the_solver_on_the_kernel_finds_the_same(fused, monkeypatch, order, bits, sym, group_size, format_, mse):
+def test_the_solver_on_the_kernel_finds_the_same(fused, monkeypatch, order, bits, sym, group_size, format_, grid):
     weight, inputs = correlated(40, 96, 800)
     hessian, cross = moments(inputs), 0.05 * correlated(96, 96, 1, seed=2)[0]
     config = QuantizeConfig(
@@ -61,7 +61,7 @@ def test_the_solver_on_the_kernel_finds_the_same(fused, monkeypatch, order, bits
         sym=sym,
         group_size=group_size,
         format=format_,
-        mse=mse,
+        grid=grid,
         block_size=48,
         method="gptaq",
         **ORDERS[order],

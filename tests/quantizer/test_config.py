@@ -60,8 +60,8 @@ def test_defaults_that_depend_on_other_settings():
     assert QuantizeConfig(group_size=-1) == QuantizeConfig(group_size=None)
     assert QuantizeConfig().act_group_aware is True
     assert QuantizeConfig(desc_act=True).act_group_aware is False
-    assert QuantizeConfig(method="rtn").mse is False
-    assert QuantizeConfig().mse is True
+    assert QuantizeConfig(method="rtn").grid == "minmax"
+    assert QuantizeConfig().grid == "mse"
 
 
 def test_json_brings_every_setting_back():

@@ -97,7 +97,7 @@ def test_block_size_does_not_change_the_codes(order, group_size):
 def test_groups_are_fitted_to_compensated_weights(order):
     """With min-max grids, a group's range is that of its weights after all earlier columns moved their errors."""
     weight, hessian = problem(8, 64, 500)
-    settings = config(bits=4, mse=False, block_size=64, **ORDERS[order])
+    settings = config(bits=4, grid="minmax", block_size=64, **ORDERS[order])
     solved = solve_gptq(weight, hessian, settings).weight
     permutation = permutation_of(hessian, settings, 64)
     scale, zero = per_weight_grid(solved)
@@ -200,12 +200,43 @@ def test_gptq_beats_rounding_and_gptaq_beats_gptq_against_the_float_stream(order
     hessian, cross = moments(inputs), (float_inputs - inputs).T @ inputs / len(inputs)
     settings = config(bits=bits, float64=False, **ORDERS[order])
     w = weight.float()
-    rounded = solve_rtn(weight, dataclasses.replace(settings, mse=False)).weight.dequantize()
+    rounded = solve_rtn(weight, dataclasses.replace(settings, grid="minmax")).weight.dequantize()
     gptq = solve_gptq(weight, hessian, settings).weight.dequantize()
     gptaq = solve_gptaq(weight, hessian, cross, settings).weight.dequantize()
     assert output_error(w - gptq, hessian.float()) < 0.8 * output_error(w - rounded, hessian.float())
     target = float_inputs @ weight.T
     assert (target - inputs @ gptaq.double().T).norm() < (target - inputs @ gptq.double().T).norm()
+
+
+def test_simulated_grids_are_the_best_that_the_textbook_loop_finds_nearby():
+    """One symmetric group: the loss of whole sweeps on the searched grid and on wider and narrower ones, row by row."""
+    weight, hessian = problem(24, 32, 800)
+    settings = config(bits=2, sym=True, group_size=32, act_group_aware=False)
+    start = solve_gptq(weight, hessian, settings).weight.scale.double()
+    zero = torch.full((24, 32), 2.0, dtype=torch.float64)
+    losses = []
+    for factor in (1, 0.85, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3):
+        scale = (start * factor).half().double().expand(-1, 32)
+        codes = textbook_gptq(weight, damped(hessian), torch.arange(32), scale, zero, 3)
+        lost = weight - scale * (codes - zero)
+        losses.append(((lost @ damped(hessian)) * lost).sum(1))
+    solved = solve_gptq(weight, hessian, dataclasses.replace(settings, grid="sim")).weight
+    lost = weight - solved.dequantize().double()
+    found = ((lost @ damped(hessian)) * lost).sum(1)
+    assert torch.allclose(found, torch.stack(losses).amin(0), rtol=1e-6)
+    assert (found < 0.999 * losses[0]).sum() > 8
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("order", ["natural", "act_group_aware", "desc_act"])
+def test_simulated_grids_lose_less(order, bits):
+    weight, hessian = problem(64, 128, 800)
+    searched, simulated = (
+        solve_gptq(weight, hessian, config(bits=bits, grid=grid, float64=False, **ORDERS[order])).weight.dequantize()
+        for grid in ("mse", "sim")
+    )
+    errors = [output_error(weight.float() - each, hessian.float()) for each in (searched, simulated)]
+    assert errors[1] < 0.98 * errors[0]
 
 
 def test_output_error_is_the_mean_square_of_the_outputs():
@@ -238,9 +269,9 @@ def test_dead_columns_are_reported_and_do_no_harm():
     solution = solve_gptq(weight, moments(inputs), config())
     assert solution.dead_columns == 2
     assert torch.isfinite(solution.weight.dequantize()).all()
-    solution = solve_gptq(weight, torch.zeros(32, 32, dtype=torch.float64), config(mse=False))
+    solution = solve_gptq(weight, torch.zeros(32, 32, dtype=torch.float64), config(grid="minmax"))
     assert solution.dead_columns == 32
-    assert torch.equal(solution.weight.codes, solve_rtn(weight, config(mse=False)).weight.codes)
+    assert torch.equal(solution.weight.codes, solve_rtn(weight, config(grid="minmax")).weight.codes)
 
 
 def test_damping_grows_and_says_so_where_the_hessian_is_not_positive_definite():

@@ -1,5 +1,6 @@
 """Checkpoints whose tensors are all there at once."""
 
+from gptqkit.export.card import write_card
 from gptqkit.export.checkpoint import matrices, write_configs, write_report
 from gptqkit.export.formats import LayerSpec, find_format
 from gptqkit.export.shards import MAX_SHARD_BYTES, Shards, join_files, write_files
@@ -37,3 +38,4 @@ def write_checkpoint(
             quantization.setdefault("meta", {})["passthrough_tensors"] = list(passthrough)
         write_configs(directory, quantization, model_config, generation_config, tokenizer)
         write_report(directory, {"model": "example", "config": config.to_dict(), **(report or {})})
+        write_card(directory, directory)

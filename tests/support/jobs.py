@@ -26,14 +26,17 @@ MODELS = {
     "mistral": lambda: build("mistral", num_hidden_layers=3),
     "mixtral": lambda: build("mixtral"),
     "broken": partial(overflowing, "qwen2"),
+    "t5": lambda: build("t5", num_layers=1),
 }
 CASES = {  # model, settings, how it is run
     "gptq": ("mistral", {"desc_act": True}, {}),
     "gptaq": ("mistral", {"method": "gptaq", "lm_head": True}, {"activations": "device"}),
     "disk": ("mistral", {"method": "gptaq", "true_sequential": False}, {"activations": "disk"}),
     "experts": ("mixtral", {"method": "gptaq", "format": "gptq"}, {"shard_size": 60000}),
+    "learned": ("mistral", {"learn_iterations": 3}, {"activations": "disk"}),
     "padded": ("broken", {"skip_nonfinite": True}, {}),
     "rtn": ("mistral", {"method": "rtn", "lm_head": True}, {}),
+    "two stacks": ("t5", {"method": "gptaq", "desc_act": True}, {"activations": "disk"}),
 }
 
 

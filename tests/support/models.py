@@ -71,29 +71,75 @@ MIXTURES = {
 }
 
 
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+
+
 def llava():
     return transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=6,
-            num_attention_heads=2,
-            image_size=16,
-            patch_size=8,
-            projection_dim=32,
-        ),
+        vision_config=transformers.CLIPVisionConfig(**VISION, projection_dim=32),
         text_config=transformers.LlamaConfig(**GROUPED),
         image_token_index=95,
     )
 
 
 OTHERS = {"llava": llava, "bert": lambda: transformers.BertConfig(**SIZE, intermediate_size=96)}
-CLASSES = {"llava": transformers.LlavaForConditionalGeneration, "bert": transformers.BertModel}
+START = {"decoder_start_token_id": 0}
+
+
+def t5gemma():
+    """An encoder that is wider than its decoder."""
+    common = {**without(GROUPED, "hidden_size"), "sliding_window": 8, "pad_token_id": 0, "bos_token_id": 2}
+    encoder, decoder = (transformers.T5GemmaModuleConfig(**common, hidden_size=width) for width in (96, 64))
+    return transformers.T5GemmaConfig(encoder=encoder, decoder=decoder, vocab_size=96)
+
+
+def t5gemma2():
+    """One attention for both: a decoder's keys and values are called with its own tokens, then with the encoder's."""
+    stack = {**GROUPED, "sliding_window": 8, "pad_token_id": 0, "bos_token_id": 2}
+    vision = {**VISION, "num_hidden_layers": 1}
+    encoder = transformers.T5Gemma2EncoderConfig(text_config=stack, vision_config=vision, mm_tokens_per_image=4)
+    return transformers.T5Gemma2Config(encoder=encoder, decoder=transformers.T5Gemma2DecoderConfig(**stack))
+
+
+TWO_STACKS = {
+    "t5": lambda: transformers.T5Config(
+        vocab_size=96, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, initializer_factor=0.5, **START
+    ),
+    "bart": lambda: transformers.BartConfig(
+        vocab_size=96,
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        max_position_embeddings=64,
+        **START,
+    ),
+    "t5gemma": t5gemma,
+    "t5gemma2": t5gemma2,
+}
+CLASSES = {
+    "llava": transformers.LlavaForConditionalGeneration,
+    "bert": transformers.BertModel,
+    "t5": transformers.T5ForConditionalGeneration,
+    "bart": transformers.BartForConditionalGeneration,
+    "t5gemma": transformers.T5GemmaForConditionalGeneration,
+    "t5gemma2": transformers.T5Gemma2ForConditionalGeneration,
+}
 
 
 def build(name, **changes):
     torch.manual_seed(0)
-    config = {**MODELS, **MIXTURES, **OTHERS}[name]()
+    config = {**MODELS, **MIXTURES, **OTHERS, **TWO_STACKS}[name]()
     for key, value in changes.items():
         setattr(config, key, value)
     kind = CLASSES.get(name)
@@ -103,11 +149,13 @@ def build(name, **changes):
             if is_stacked(module):
                 for stack in stacked_names(module):
                     getattr(module, stack).mul_(5)
-        for module in model.modules():
+        for path, module in model.named_modules():
+            if path.endswith("relative_attention_bias"):
+                module.weight.normal_()
             if is_matrix(module) and module is not model.get_output_embeddings():
                 module.weight.mul_(5)
             for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-                if key.endswith("bias") and name in MIXTURES:
+                if key.endswith("bias") and (name in MIXTURES or name == "bart"):
                     tensor.normal_(std=0.1)
                 if key == "weight" and type(module).__name__.endswith("Router"):
                     tensor.normal_(std=0.3)

@@ -40,9 +40,11 @@ def weights(path):
 def outputs(model, tokens=None):
     """Logits, or the last hidden states of an encoder; of padded samples those of tokens."""
     tokens = samples() if tokens is None else tokens
-    mask = {} if tokens.attention_mask is None else {"attention_mask": tokens.attention_mask}
+    more = {} if tokens.attention_mask is None else {"attention_mask": tokens.attention_mask}
+    if model.config.is_encoder_decoder:
+        more["decoder_input_ids"] = tokens.input_ids.flip(1).to(model.device)
     with torch.no_grad():
-        found = model(input_ids=tokens.input_ids.to(model.device), **mask)
+        found = model(input_ids=tokens.input_ids.to(model.device), **more)
     states = found.logits if "logits" in found else found.last_hidden_state
     return states if tokens.attention_mask is None else states[tokens.attention_mask]
 
@@ -91,17 +93,18 @@ def float_matrix(name, source):
         return weight.T if any(each.endswith("c_attn.weight") for each in source) else weight
     path, number, part = name.rsplit(".", 2)  # gpt_oss stacks its experts, (in, out)
     stack = source[f"{path}.{'down' if part == 'down_proj' else 'gate_up'}_proj"][int(number)].T
-    return {"gate_proj": stack[::2], "up_proj": stack[1::2], "down_proj": stack}[part]
+    half = len(stack) // 2
+    return {"gate_proj": stack[:half], "up_proj": stack[half:], "down_proj": stack}[part]
 
 
 def _stacked(tensors, experts):
-    """gpt_oss as its files are: experts in one tensor, (in, out), gates and up projections in turn."""
+    """gpt_oss as its files are: experts in one tensor, (in, out), both halves in one."""
     stacked = {name: each for name, each in tensors.items() if not re.search(r"\.experts\.\d", name)}
     for name in tensors.keys() - stacked.keys():
         path, _, part, end = name.rsplit(".", 3)
         parts = [part] if part == "down_proj" else ["gate_proj", "up_proj"]
         each = [torch.stack([tensors[f"{path}.{n}.{own}.{end}"].float() for n in range(experts)]) for own in parts]
-        both = torch.stack(each, 2).flatten(1, 2)
+        both = torch.cat(each, 1)
         stack = f"{path}.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}"
         stacked[f"{stack}_bias" if end == "bias" else stack] = both if end == "bias" else both.mT
     return stacked

@@ -1,0 +1,106 @@
+"""What each step beyond GPTAQ buys: divergence, perplexity and time, alone and together.
+
+    python benchmarks/steps.py [--bits N ...] [--seeds N ...] [--only NAME ...] [--json FILE]
+
+Every row is the real thing from end to end: quantize, write a gptq_v2 checkpoint, reload it, run its quantized layers.
+`--calibration` takes several files. Rows that the JSON file already holds for the same settings are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gptqkit
+from gptqkit.loading import load_float
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+STEPS: dict[str, dict[str, Any]] = {
+    "fast": {"quality": "fast"},
+    "gptaq": {"method": "gptaq"},
+    "gptaq + sim": {"method": "gptaq", "grid": "sim"},
+    "gptaq + 40 steps": {"method": "gptaq", "learn_iterations": 40},
+    "gptaq + 150 steps": {"method": "gptaq", "learn_iterations": 150},
+    "gptaq + sim + tuned": {"method": "gptaq", "grid": "sim", "tune_epochs": 2},
+    "balanced": {"quality": "balanced"},
+    "best": {"quality": "best"},
+}
+BASE = "gptaq"
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """One line per width and step: means over seeds, and the divergence beside that of `BASE`."""
+    lines = ["| bits | step | KL | of gptaq's | perplexity | seconds |", "|---|---|---|---|---|---|"]
+    for bits, step in itertools.product(sorted({row["bits"] for row in rows}, reverse=True), STEPS):
+        own = [row for row in rows if (row["bits"], row["step"]) == (bits, step)]
+        base = [row for row in rows if (row["bits"], row["step"]) == (bits, BASE)]
+        if not own:
+            continue
+        texts = list(own[0]["scores"])
+
+        def mean(of: list[dict[str, Any]], text: str, key: str) -> float:
+            return statistics.mean(row["scores"][text][key] for row in of)
+
+        divergence = " / ".join(f"{mean(own, text, 'kl_divergence'):.4f}" for text in texts)
+        kept = ((mean(own, text, "kl_divergence"), mean(base, text, "kl_divergence")) for text in texts if base)
+        share = " / ".join(f"{100 * mine / its:.0f} %" for mine, its in kept)
+        perplexity = " / ".join(f"{mean(own, text, 'perplexity'):.2f}" for text in texts)
+        seconds = statistics.mean(row["seconds"] for row in own)
+        lines.append(f"| {bits} | {step} | {divergence} | {share} | {perplexity} | {seconds:.0f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run what is missing, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(EXAMPLES / "models/gutenberg-llama-6m"))
+    parser.add_argument("--calibration", nargs="+", default=[str(EXAMPLES / "data/calibration.txt")], metavar="FILE")
+    parser.add_argument("--samples", type=int, default=128, help="calibration windows of 512 tokens (default 128)")
+    parser.add_argument("--windows", type=int, default=40, help="windows evaluated per text (default 40)")
+    parser.add_argument("--bits", type=int, nargs="+", default=[2], choices=(2, 3, 4))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--only", nargs="+", default=list(STEPS), choices=list(STEPS), metavar="NAME")
+    parser.add_argument("--json", type=Path, default=Path("steps.json"))
+    arguments = parser.parse_args()
+    texts = {"wikitext2": EXAMPLES / "data/wikitext2-test.txt", "books": EXAMPLES / "data/heldout.txt"}
+    settings = {key: getattr(arguments, key) for key in ("samples", "windows")}
+    settings["model"] = Path(arguments.model).name
+    settings["calibration"] = [Path(file).name for file in arguments.calibration]
+    settings |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    report: dict[str, Any] = {**settings, "rows": []}
+    if arguments.json.exists():
+        before = json.loads(arguments.json.read_text())
+        report = before if {key: before.get(key) for key in settings} == settings else report
+    model, tokenizer = load_float(arguments.model, device="cpu")
+    how = gptqkit.Evaluation(sequence_length=512, max_windows=arguments.windows)
+    done = {(row["bits"], row["seed"], row["step"]) for row in report["rows"]}
+    for bits, seed, step in itertools.product(arguments.bits, arguments.seeds, arguments.only):
+        if (bits, seed, step) in done:
+            continue
+        text = gptqkit.Calibration(arguments.calibration, samples=arguments.samples, sequence_length=512, seed=seed)
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "checkpoint"
+            config = gptqkit.QuantizeConfig(bits=bits, sym=False, **STEPS[step])
+            gptqkit.quantize(arguments.model, text, out, config, run=gptqkit.Run(device="cpu"))
+            seconds = time.perf_counter() - start
+            scores = {
+                name: gptqkit.evaluate(out, file, how, reference=model, tokenizer=tokenizer).to_dict()
+                for name, file in texts.items()
+            }
+        report["rows"].append({"bits": bits, "seed": seed, "step": step, "seconds": seconds, "scores": scores})
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        print(bits, seed, step, {name: round(found["kl_divergence"], 4) for name, found in scores.items()}, flush=True)
+    print(markdown(report["rows"]))
+
+
+if __name__ == "__main__":
+    main()

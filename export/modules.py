@@ -1,0 +1,122 @@
+"""How quantization configs name modules, and what may stand in them whoever wrote them."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import regex
+
+from ..errors import CheckpointError, ConfigError
+from ..quantizer.config import ModuleOverride, QuantizeConfig
+from ..version import __version__
+
+FLOAT = "-:"  # in GPTQModel's "dynamic": the modules stay in floating point
+
+# Readers that fuse projections look modules up by the fused name.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+_BLOCK = re.compile(r"(?P<prefix>(?:.*?\.)?)(?P<number>\d+)\.(?P<inner>.+)")
+
+
+def outside_blocks(name: str) -> bool:
+    """Whether a module belongs to no block, as the output layer."""
+    return _BLOCK.fullmatch(name) is None
+
+
+def inside_blocks(names: Iterable[str]) -> list[str]:
+    """Return what modules are called within their blocks, each name once, sorted."""
+    return sorted({match["inner"] for name in names if (match := _BLOCK.fullmatch(name))})
+
+
+def skipped_modules(layers: Iterable[str], matrices: Iterable[str]) -> list[str]:
+    """Return the modules of the quantized blocks that have a 2-D weight in floating point."""
+    prefixes = {match["prefix"] for name in layers if (match := _BLOCK.fullmatch(name))}
+    names = [name.removesuffix(".weight") for name in matrices if name.endswith(".weight")]
+    return [name for name in names if (match := _BLOCK.fullmatch(name)) and match["prefix"] in prefixes]
+
+
+def patterns_of(sign: str, names: Iterable[str], universe: Iterable[str]) -> list[str]:
+    """Return regular expressions that match exactly `names`, and their fused forms, among the modules of `universe`."""
+    blocks: dict[str, set[str]] = defaultdict(set)
+    for (prefix, _), numbers in _by_inner(universe).items():
+        blocks[prefix] |= numbers
+    chosen = _by_inner(names)
+    patterns = []
+    for (prefix, inner), numbers in chosen.items():
+        number = ""
+        if numbers != {""}:
+            number = r"\d+\." if numbers == blocks[prefix] else rf"(?:{'|'.join(sorted(numbers, key=int))})\."
+        stem, dot, last = inner.rpartition(".")
+        lasts = [last]
+        for fused, parts in FUSED.items():
+            if last in parts and all(chosen.get((prefix, stem + dot + part)) == numbers for part in parts):
+                lasts.append(fused)
+        end = re.escape(last) if len(lasts) == 1 else f"(?:{'|'.join(lasts)})"
+        patterns.append(f"{sign}^{re.escape(prefix)}{number}{re.escape(stem + dot)}{end}$")
+    return patterns
+
+
+def skipped_in_dynamic(layers: Iterable[str], skipped: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Return GPTQModel's "dynamic" for modules in floating point among quantized ones."""
+    return {pattern: {} for pattern in patterns_of(FLOAT, skipped, [*layers, *skipped])}
+
+
+def _by_inner(names: Iterable[str]) -> dict[tuple[str, str], set[str]]:
+    """Return the block numbers of every (prefix, inner name); {""} for a module outside the blocks."""
+    found: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for name in names:
+        match = _BLOCK.fullmatch(name)
+        key = (match["prefix"], match["inner"]) if match else ("", name)
+        found[key].add(match["number"] if match else "")
+    return found
+
+
+def check_settings(values: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError where bits or group_size, if they are there, cannot be."""
+    try:
+        ModuleOverride(bits=values.get("bits"), group_size=values.get("group_size"))
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+def check_pattern(pattern: object, where: str) -> str:
+    """Return a regular expression of unknown origin, compiled once; `where` names it, for messages.
+
+    Raises:
+        CheckpointError: It is none.
+    """
+    try:
+        regex.compile(str(pattern))
+    except (regex.error, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"{where} is not a regular expression: {error}") from error
+    return str(pattern)
+
+
+def list_of_names(value: object, where: str) -> list[str]:
+    """Return a list of names as a config holds it, empty for None; CheckpointError where it is no such list."""
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise CheckpointError(f"{where} must be a list of names")
+    return value
+
+
+def writer_of(values: Mapping[str, Any]) -> str | None:
+    """Return the program that wrote a config, where its "meta" says so."""
+    meta = values.get("meta")
+    writer = meta.get("quantizer") if isinstance(meta, dict) else None
+    return ", ".join(map(str, writer)) if isinstance(writer, list) else writer and str(writer)
+
+
+def meta_of(config: QuantizeConfig) -> dict[str, Any]:
+    """Return "meta" of the configs that we write: who wrote them, and the settings that were asked for."""
+    return {"quantizer": [f"gptqkit:{__version__}"], "gptqkit": config.to_dict()}
+
+
+def names_in_float(layers: Iterable[str], matrices: Iterable[str]) -> list[str]:
+    """Return every module with a 2-D weight in floating point, and the output layer unless it is quantized."""
+    names = [name.removesuffix(".weight") for name in matrices if name.endswith(".weight")]
+    return list(dict.fromkeys([*names, *({"lm_head"} - set(layers))]))

@@ -1,0 +1,201 @@
+"""Scales tuned together, codes as they are: Adam on the divergence of the model's predictions from the float model's.
+
+As in PEQA (arXiv 2305.14152) and EfficientQAT (arXiv 2407.11062), whose second phase this is, but with the float model
+as the teacher: scale and offset of a group are multiplied by exp(u), and u is learned for the whole model at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from .assembly import replace_weights
+from .calibration.batches import Batches, in_pieces, pieces, shuffled
+from .calibration.capture import without_cache
+from .distributed import Processes
+from .errors import CheckpointError
+from .export.checkpoint import open_checkpoint
+from .export.names import StoredNames
+from .loading import load
+from .model import FloatModel
+from .progress import Progress, ProgressCallback
+from .quantizer.learned import stretched
+from .report import TuningReport
+from .targets import matrix
+from .verify import TOLERANCE
+
+BATCH = 4  # samples per step, of all processes
+RATE, WARM_UP, BETAS = 0.01, 8, (0.9, 0.95)
+
+
+class _Stretched(nn.Module):
+    """A weight whose groups of columns are multiplied by exp(u), u of (out, groups)."""
+
+    def __init__(self, stretch: nn.Parameter, index: Tensor, transposed: bool) -> None:
+        super().__init__()
+        self.stretch, self._index, self._transposed = stretch, index, transposed
+
+    def forward(self, weight: Tensor) -> Tensor:
+        factor = self.stretch.exp()[:, self._index]
+        return (weight.float() * (factor.T if self._transposed else factor)).to(weight.dtype)
+
+
+def tune(
+    directory: Path,
+    source: FloatModel,
+    batches: Batches,
+    processes: Processes,
+    *,
+    epochs: int,
+    dtype: torch.dtype,
+    progress: ProgressCallback,
+) -> TuningReport:
+    """Tune the scales of a complete checkpoint, and write them in their places.
+
+    Some samples are kept aside: after each epoch the divergence on those tells whether these scales are the
+    best so far; where none are better than those that were there, nothing is written. What is written is loaded and
+    run.
+    Both models are in memory as a whole, with their activations for backpropagation.
+
+    Args:
+        directory: The checkpoint, which all processes see.
+        source: The float model.
+        batches: The calibration samples.
+        processes: Those that share them.
+        epochs: How often the samples are gone through.
+        dtype: Of activations.
+        progress: Called once per step.
+
+    Raises:
+        CheckpointError: What was written computes something else.
+    """
+    checkpoint, device = open_checkpoint(directory), processes.device
+    teacher = source.whole(device, dtype).requires_grad_(False).eval()
+    student = copy.deepcopy(teacher)
+    names = StoredNames(source.empty.stacked, source.empty.names, checkpoint.float_names)
+    modules = {}
+    stretches: dict[str, nn.Parameter] = {}
+    for name in checkpoint.layers:
+        weight = checkpoint.weight(name).to(device)
+        modules[name] = student.get_submodule((names.working(f"{name}.weight") or "").removesuffix(".weight"))
+        matrix(modules[name]).copy_(weight.dequantize())
+        stretches[name] = nn.Parameter(torch.zeros_like(weight.scale))
+        own = _Stretched(stretches[name], weight.group_index.long(), isinstance(modules[name], Conv1D))
+        parametrize.register_parametrization(modules[name], "weight", own)
+    run = _Run(student, teacher, list(stretches.values()), batches, processes)
+    best, before = _copies(stretches), run.score()
+    after = before
+    for epoch in range(epochs):
+        run.epoch(epoch, epochs, progress)
+        found = run.score()
+        if found < after:
+            best, after = _copies(stretches), found
+    if after < before:
+        weights = {
+            name: stretched(checkpoint.weight(name), each.cpu(), checkpoint.format.snap) for name, each in best.items()
+        }
+        for name, module in modules.items():
+            parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
+            matrix(module).copy_(weights[name].dequantize())
+        with processes.together():
+            if processes.rank == 0:
+                replace_weights(checkpoint, weights)
+                _check(directory, student, batches.tensors(range(1)), device, dtype)
+    return TuningReport(divergence=after, divergence_before=before)
+
+
+class _Run:
+    """The divergence of one model's predictions from another's, brought down step by step."""
+
+    def __init__(
+        self,
+        student: PreTrainedModel,
+        teacher: PreTrainedModel,
+        parameters: list[nn.Parameter],
+        batches: Batches,
+        processes: Processes,
+    ) -> None:
+        self._student, self._teacher, self._parameters = student, teacher, parameters
+        self._batches, self._processes = batches, processes
+        self._samples, self._aside = batches.split()
+        self._size = -(-BATCH // processes.size)
+        self._piece = min(self._size, batches.size)
+        self._optimizer = torch.optim.Adam(parameters, lr=RATE, betas=BETAS)
+        self._steps = max(processes.gather(-(-len(self._samples) // self._size)))  # of every process
+
+    def epoch(self, number: int, epochs: int, progress: ProgressCallback) -> None:
+        """Go through the samples once, in a new order."""
+        generator, total = torch.Generator().manual_seed(number), epochs * self._steps
+        draws = shuffled(self._samples, self._size, generator)
+        for step in range(number * self._steps, (number + 1) * self._steps):
+            batch = next(draws, range(0))
+            found, self._piece = in_pieces(partial(self._backward, batch), self._piece)
+            for parameter, gradient in zip(self._parameters, found, strict=True):
+                self._processes.add_up(gradient)
+                parameter.grad = gradient
+            rate = 0.5 * RATE * (1 + math.cos(math.pi * step / total)) * min(1.0, (step + 1) / WARM_UP)
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+            if self._processes.rank == 0:
+                progress(Progress(stage="tune", done=step + 1, total=total))
+
+    @torch.no_grad()
+    def score(self) -> float:
+        """Return the divergence per token on the samples kept aside."""
+        found = [self._divergence(part) for part in pieces(self._aside, self._piece)]
+        own = [sum(float(each) for each in column) for column in zip(*found, strict=True)] or [0.0, 0.0]
+        divergence, tokens = (sum(column) for column in zip(*self._processes.gather(own), strict=True))
+        return float(divergence) / max(float(tokens), 1.0)
+
+    def _backward(self, batch: range, size: int) -> list[Tensor]:
+        sums = [torch.zeros_like(parameter) for parameter in self._parameters]
+        with torch.enable_grad():
+            for part in pieces(batch, size):
+                divergence, _ = self._divergence(part)
+                found = torch.autograd.grad(divergence, self._parameters, allow_unused=True)
+                for total, gradient in zip(sums, found, strict=True):
+                    total += 0 if gradient is None else gradient
+        return sums
+
+    def _divergence(self, part: range) -> tuple[Tensor, Tensor]:
+        """Return the sum over tokens that count of KL(teacher || student), and how many these are."""
+        keep = self._batches.counts[part.start : part.stop].to(self._batches.device)
+        tensors = {name: tensor[keep] for name, tensor in self._batches.tensors(part).items()}
+        mask = self._batches.mask(part, len(self._batches.parts) - 1)[keep]
+        with torch.no_grad():
+            expected = _predictions(self._teacher, tensors)
+        found = _predictions(self._student, tensors)
+        each = (expected.exp() * (expected - found)).sum(-1)
+        return each.masked_fill(~mask, 0).sum(), mask.sum()
+
+
+def _predictions(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Tensor:
+    logits: Tensor = model(**tensors, **without_cache(model)).logits
+    return logits.float().log_softmax(-1)
+
+
+def _copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def _check(
+    directory: Path, student: PreTrainedModel, sample: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Load what was written, and compare its logits with those of the model in memory."""
+    written, _ = load(directory, device=device, dtype=dtype, backend="torch" if device.type == "cpu" else "auto")
+    found, expected = (model(**sample).logits.float() for model in (written, student))
+    if not float((found - expected).norm()) <= TOLERANCE[dtype] * float(expected.norm()):
+        raise CheckpointError(
+            f"{directory} computes something else than the model whose scales were tuned; use tune_epochs=0, and "
+            "report this model"
+        )

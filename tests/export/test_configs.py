@@ -1,0 +1,238 @@
+"""The configs of awq, marlin and compressed-tensors: as their readers take them, and as other programs write them."""
+
+import re
+
+import pytest
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from gptqkit.export.formats import LayerSpec, declared_format, find_format
+from gptqkit.quantizer.config import ModuleOverride, QuantizeConfig
+from support.weights import random_weight
+
+SKIP = ModuleOverride(skip=True)
+PARTS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj"]
+EXPERTS = [f"mlp.experts.{number}.{part}" for number in (0, 1, 11) for part in ("gate_proj", "up_proj", "down_proj")]
+NAMES = ["lm_head", *(f"model.layers.{block}.{inner}" for block in (0, 1, 10, 11) for inner in PARTS + EXPERTS)]
+OUTSIDE = ["vision.layers.0.up_proj", "model.embed_tokens", *(f"model.layers.{n}.mlp.router" for n in (0, 1, 10, 11))]
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def written(config, **kind):
+    """The config of a checkpoint of these modules, and its layers."""
+    own = {name: config.for_module(name) for name in NAMES if config.lm_head or name != "lm_head"}
+    layers = {
+        name: LayerSpec.of(random_weight(each.bits, group_size=each.group_size, sym=each.sym, **kind))
+        for name, each in own.items()
+        if each is not None
+    }
+    floats = [f"{name}.weight" for name in [*NAMES, *OUTSIDE] if name not in layers]
+    return find_format(config.format).write_config(config, layers, floats), layers
+
+
+def scheme(values, name):
+    """The grid of a Linear as compressed-tensors finds it: exact targets, then patterns, then the class of modules."""
+
+    def matches(targets):
+        return any(re.match(each[3:], name) if each.startswith("re:") else each == name for each in targets)
+
+    if matches(values["ignore"]):
+        return None
+    groups = list(values["config_groups"].values())
+    found = [group for group in groups if matches(group["targets"])]
+    return (found or [group for group in groups if "Linear" in group["targets"]])[0]["weights"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {r"o_proj": SKIP},
+        {r"self_attn\.(q|k|v)_proj": SKIP, r"experts\.1\.": SKIP},
+        {r"layers\.1\.": ModuleOverride(bits=8), r"(gate|up)_proj": ModuleOverride(bits=3, group_size=-1)},
+        {r"\.1\.self_attn": SKIP, r"lm_head": ModuleOverride(bits=8), r"down_proj": ModuleOverride(group_size=16)},
+    ],
+)
+@pytest.mark.parametrize("head", [True, False])
+def test_compressed_tensors_finds_the_grid_of_every_module(overrides, head):
+    config = QuantizeConfig(group_size=32, overrides=overrides, lm_head=head, format="compressed-tensors")
+    values, layers = written(config)
+    declared = find_format("compressed-tensors").read_config(values, "here")
+    for name in [*NAMES, *OUTSIDE]:
+        found, spec = scheme(values, name), layers.get(name)
+        assert (found is None) == (spec is None), name
+        if spec is not None:
+            size = None if spec.group_size == spec.in_features else spec.group_size
+            assert (found["num_bits"], found["group_size"], found["symmetric"]) == (spec.bits, size, spec.sym)
+            assert found["strategy"] == ("group" if size else "channel")
+            assert declared.for_module(name) == (spec.bits, size, spec.sym)
+    for block, (fused, parts) in ((block, item) for block in (0, 1, 10, 11) for item in FUSED.items()):
+        stem = f"model.layers.{block}.{'self_attn' if fused == 'qkv_proj' else 'mlp'}"
+        of_parts = [scheme(values, f"{stem}.{part}") for part in parts]
+        if of_parts.count(of_parts[0]) == len(of_parts):  # vLLM and SGLang look them up by the name of the fused one
+            assert scheme(values, f"{stem}.{fused}") == of_parts[0]
+
+
+def test_the_config_of_a_plain_compressed_checkpoint():
+    values, _ = written(QuantizeConfig(group_size=32, sym=False, format="compressed-tensors"))
+    assert values.pop("meta")["quantizer"][0].startswith("gptqkit:")
+    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+    rest = {"actorder": None, "dynamic": False, "block_structure": None, "observer": "minmax", "observer_kwargs": {}}
+    assert values == {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "ignore": ["lm_head", "vision.layers.0.up_proj", "model.embed_tokens", r"re:^model\.layers\.\d+\.mlp\.router$"],
+        "kv_cache_scheme": None,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "input_activations": None,
+                "output_activations": None,
+                "weights": {**weights, **rest},
+            }
+        },
+    }
+    ordered, _ = written(QuantizeConfig(group_size=32, format="compressed-tensors"), act_order=True)
+    assert ordered["config_groups"]["group_0"]["weights"]["actorder"] == "group"
+    assert find_format("compressed-tensors").read_config(ordered, "here").desc_act
+
+
+@pytest.mark.parametrize("overrides", [{}, {r"o_proj": SKIP}, {r"layers\.1\.": SKIP, r"experts\.11\.": SKIP}])
+@pytest.mark.parametrize("head", [True, False])
+def test_awq_leaves_alone_what_is_in_floating_point(overrides, head):
+    config = QuantizeConfig(group_size=32, overrides=overrides, lm_head=head, format="awq")
+    values, layers = written(config)
+    assert values["lm_head"] == head
+    listed = values["modules_to_not_convert"]
+    for name in [*NAMES, *OUTSIDE]:
+        assert should_convert_module(name, listed) == (name in layers), name
+        assert any(part in name for part in listed) == (name not in layers), name  # vLLM looks for parts of names
+        skipped = any(re.match(each[2:], name) for each in values.get("dynamic", {}))
+        assert not (skipped and name in layers)  # GPTQModel; it looks at the blocks alone
+        assert skipped or name in layers or name in ("lm_head", *OUTSIDE[:2])
+
+
+def test_the_config_of_a_plain_awq_and_a_plain_marlin_checkpoint():
+    config = QuantizeConfig(group_size=None, sym=False, format="awq")
+    weight = LayerSpec.of(random_weight(group_size=None))
+    values = find_format("awq").write_config(config, {"model.layers.0.x": weight}, ["model.embed_tokens.weight"])
+    del values["meta"]
+    assert values == {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": -1,
+        "zero_point": True,
+        "version": "gemm",
+        "format": "gemm",
+        "sym": False,
+        "desc_act": False,
+        "lm_head": False,
+        "modules_to_not_convert": ["model.embed_tokens", "lm_head"],
+    }
+    values = find_format("marlin").write_config(QuantizeConfig(format="marlin"), {"model.layers.0.x": weight}, [])
+    assert declared_format(values, "here") == "marlin"
+    assert (values["group_size"], values["sym"], values["checkpoint_format"]) == (128, True, "marlin")
+
+
+# As found in files: AutoAWQ's, GPTQModel's (shortened), vLLM's two spellings, Marlin's own, AutoGPTQ's.
+AUTOAWQ = {"quant_method": "awq", "zero_point": True, "group_size": 128, "bits": 4, "version": "gemm"}
+GPTQMODEL = {
+    "bits": 4,
+    "group_size": 64,
+    "desc_act": False,
+    "sym": True,
+    "quant_method": "awq",
+    "format": "gemm",
+    "zero_point": False,
+    "version": "gemm",
+    "checkpoint_format": "gemm",
+    "pack_dtype": "int32",
+    "lm_head": False,
+    "meta": {"quantizer": ["gptqmodel:7.5.0"]},
+}
+OLD_AWQ = {"zero_point": True, "q_group_size": -1, "w_bit": 4, "version": "GEMM", "quant_method": "awq"}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (AUTOAWQ, ("awq", 4, 128, False, None)),
+        ({**AUTOAWQ, "modules_to_not_convert": None}, ("awq", 4, 128, False, None)),
+        ({**AUTOAWQ, "zero_point": False}, ("awq", 4, 128, True, None)),
+        ({**AUTOAWQ, "modules_to_not_convert": ["visual", "lm_head"]}, ("awq", 4, 128, False, None)),
+        (GPTQMODEL, ("awq", 4, 64, True, "gptqmodel:7.5.0")),
+        (OLD_AWQ, ("awq", 4, None, False, None)),
+        ({"quant_method": "marlin", "group_size": 128}, ("marlin", 4, 128, True, None)),
+        (
+            {"bits": 4, "group_size": -1, "desc_act": False, "sym": True, "is_marlin_format": True},
+            ("marlin", 4, None, True, None),
+        ),
+    ],
+)
+def test_configs_of_other_programs(values, expected):
+    declared = find_format(declared_format(values, "here")).read_config(values, "here")
+    assert (declared.format, declared.bits, declared.group_size, declared.sym, declared.writer) == expected
+
+
+def llm_compressor(groups, **more):
+    return {
+        "config_groups": {
+            f"group_{number}": {
+                "format": "pack-quantized",
+                "input_activations": None,
+                "output_activations": None,
+                "targets": targets,
+                "weights": {
+                    "actorder": "static",
+                    "block_structure": None,
+                    "dynamic": False,
+                    "observer": "memoryless_minmax",
+                    "observer_kwargs": {},
+                    "scale_dtype": None,
+                    "type": "int",
+                    "zp_dtype": "torch.int8",
+                    **weights,
+                },
+            }
+            for number, (targets, weights) in enumerate(groups)
+        },
+        "format": "pack-quantized",
+        "global_compression_ratio": None,
+        "ignore": ["lm_head", "re:.*gate$"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": "0.19.0",
+        **more,
+    }
+
+
+W4 = {"num_bits": 4, "symmetric": False, "strategy": "group", "group_size": 128}
+W8 = {"num_bits": 8, "symmetric": True, "strategy": "channel", "group_size": None}
+W3 = {"num_bits": 3, "symmetric": True, "strategy": None, "group_size": 64}
+
+
+def test_configs_of_llm_compressor_with_several_groups():
+    groups = [
+        (["re:.*down_proj$"], W8),
+        (["Linear"], W4),
+        (["re:.*layers.3.mlp"], W3),
+        (["model.layers.3.mlp.up_proj"], W8),
+    ]
+    read = find_format("compressed-tensors").read_config
+    declared = read(llm_compressor(groups), "here")
+    assert (declared.bits, declared.group_size, declared.sym, declared.desc_act) == (4, 128, False, False)
+    assert declared.for_module("model.layers.0.mlp.up_proj") == (4, 128, False)
+    assert declared.for_module("model.layers.0.mlp.down_proj") == (8, None, True)
+    assert declared.for_module("model.layers.3.mlp.up_proj") == (8, None, True)  # its own name counts first
+    assert declared.for_module("model.layers.3.mlp.gate_proj") == (3, 64, True)
+    assert declared.for_module("model.layers.3.mlp.up_proj_2") == (3, 64, True)
+    ordered = read(
+        llm_compressor([(["Linear"], {**W4, "actorder": "group"})], sparsity_config={"format": "dense"}), "x"
+    )
+    assert ordered.desc_act
+    patterns = read(llm_compressor([(["re:.*q_proj$"], W8), (["re:.*"], W3)]), "here")
+    assert (patterns.for_module("a.q_proj"), patterns.for_module("a.v_proj")) == ((8, None, True), (3, 64, True))

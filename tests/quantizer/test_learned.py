@@ -1,0 +1,101 @@
+"""Learned rounding: its steps are those of automatic differentiation, and it never ends worse than it began."""
+
+import pytest
+import torch
+
+from gptqkit.errors import ShapeError
+from gptqkit.quantizer.config import QuantizeConfig
+from gptqkit.quantizer.learned import LearnedWeight, learn
+from gptqkit.quantizer.methods import Moments, find_method
+from support.solvers import snap_of
+
+ROWS, COLUMNS = 24, 64
+
+
+def problem(**settings):
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(200, COLUMNS, generator=generator) + torch.randn(200, 1, generator=generator)
+    weight = torch.randn(ROWS, COLUMNS, generator=generator)
+    config = QuantizeConfig(bits=2, group_size=16, learn_iterations=30, **settings)
+    hessian = inputs.T @ inputs / len(inputs)
+    return (
+        weight,
+        hessian,
+        config,
+        find_method(config.method).solve(weight, Moments(hessian=hessian), config, snap_of(config)),
+    )
+
+
+class Rounded(torch.autograd.Function):
+    """round with the gradient of its argument."""
+
+    @staticmethod
+    def forward(_, value):
+        return value.round()
+
+    @staticmethod
+    def backward(_, gradient):
+        return gradient
+
+
+@pytest.mark.parametrize("settings", [{"sym": False}, {"sym": True}, {"sym": False, "desc_act": True}], ids=str)
+def test_steps_are_signs_of_the_gradients_of_rounded_latents(settings):
+    weight, hessian, config, solution = problem(**settings)
+    index, its = solution.weight.group_index.long(), solution.weight
+    moving = LearnedWeight(solution, snap_of(config))
+    position = (solution.latent - its.offset[:, index]) / its.scale[:, index]
+    move, stretch = torch.zeros(ROWS, COLUMNS, requires_grad=True), torch.zeros_like(its.scale, requires_grad=True)
+    for _ in range(3):
+        codes = Rounded.apply(position + move).clamp(0, 3)
+        value = (codes * its.scale[:, index] + its.offset[:, index]) * stretch.exp()[:, index]
+        assert torch.allclose(moving.value(), value, rtol=1e-6, atol=1e-7)
+        loss = (((value - weight) @ hessian) * (value - weight)).sum()
+        by_value, *gradients = torch.autograd.grad(loss, [value, move, stretch])
+        with torch.no_grad():
+            for parameter, gradient, step in zip((move, stretch), gradients, (0.2, 0.01), strict=True):
+                parameter -= step * gradient.sign()
+            move.clamp_(-0.5, 0.5)
+        moving.descend(by_value, 0.2, 0.01)
+    stored = moving.stored()
+    assert torch.equal(stored.codes, (position + move).round().clamp(0, 3).to(torch.uint8))
+    assert torch.equal(stored.scale, stored.scale.half().float())
+    assert torch.allclose(stored.scale, its.scale * stretch.exp(), rtol=1e-3)
+    assert torch.equal(stored.zero_point(), its.zero_point())
+
+
+@pytest.mark.parametrize("settings", [{"sym": False}, {"sym": True, "desc_act": True}, {"method": "rtn"}], ids=str)
+def test_the_loss_falls_or_nothing_changes(settings):
+    """The aim is another one than the sweep's."""
+    weight, hessian, config, solution = problem(**settings)
+    aim = weight + 0.5 * torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(4))
+
+    def loss(values):
+        lost = values["only"] - aim
+        return float(((lost @ hessian) * lost).sum())
+
+    def gradients(values):
+        return {"only": 2 * (values["only"] - aim) @ hessian}
+
+    start = solution.weight
+    learned = learn({"only": solution}, snap_of(config), iterations=100, gradients=gradients, score=loss)
+    assert learned.before == loss({"only": start.dequantize()})
+    assert learned.after == loss({"only": learned.weights["only"].dequantize()}) < 0.8 * learned.before
+
+    uphill = learn(
+        {"only": solution},
+        snap_of(config),
+        iterations=30,
+        gradients=lambda values: {"only": -gradients(values)["only"]},
+        score=loss,
+    )
+    assert uphill.after == uphill.before
+    for part in ("codes", "scale", "offset"):
+        assert torch.equal(getattr(uphill.weights["only"], part), getattr(start, part))
+
+
+def test_a_solution_without_its_latent_is_refused():
+    weight, hessian, config, _ = problem()
+    config = QuantizeConfig(bits=2, group_size=16)
+    solution = find_method("gptq").solve(weight, Moments(hessian=hessian), config, snap_of(config))
+    with pytest.raises(ShapeError, match="latent"):
+        LearnedWeight(solution, snap_of(config))

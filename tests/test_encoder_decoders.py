@@ -1,0 +1,248 @@
+"""Encoder-decoders: both stacks quantized, against whole forward passes of transformers."""
+
+import re
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+import gptqkit
+from gptqkit import job
+from gptqkit.errors import ArchitectureError, ConfigError
+from gptqkit.heatmap import HeatMap, Module
+from gptqkit.job import work_path
+from gptqkit.targets import find_blocks
+from support.jobs import contents, die, processes
+from support.models import build, samples, save
+from support.pipeline import assert_close, dequantized, quantize, share_that_differs, weights
+from support.solvers import solve_gptaq
+
+START = {"t5": 0, "bart": 0, "t5gemma": 2, "t5gemma2": 2}  # what the decoder begins with
+CASES = {  # settings, padded
+    "t5": ({"method": "gptaq", "desc_act": True, "bits": 3}, True),
+    "bart": ({"method": "gptq", "format": "gptq", "sym": True, "lm_head": False}, False),
+    "t5gemma": ({"method": "gptaq", "true_sequential": False}, False),
+}
+
+SHAPES = {"t5": ([0, 1, 2, 3], 6 + 10), "bart": ([0, 1, 2, 3, 4], 6 + 10), "t5gemma": ([0, 1, 2, 3], 7 + 11)}
+"""Blocks of both stacks, and kinds of Linears in them."""
+
+
+def halves(name, tokens):
+    """Sample by sample what the model gets: the first half of the text without padding, and the rest behind a start."""
+    masks = tokens.input_ids > -1 if tokens.attention_mask is None else tokens.attention_mask
+    for ids, mask in zip(tokens.input_ids, masks, strict=True):
+        text = ids[mask].tolist()
+        cut = max(1, len(text) // 2)
+        decoder = torch.tensor([[START[name], *text[cut:]]])
+        yield {"input_ids": torch.tensor([text[:cut]]), "decoder_input_ids": decoder}
+
+
+@torch.no_grad()
+def inputs_of(model, names, name, tokens):
+    """What modules receive, (rows, in), as the samples go one by one and whole through the model."""
+    seen = {each: [] for each in names}
+    hooks = [
+        model.get_submodule(each).register_forward_pre_hook(lambda _, given, rows=rows: rows.append(given[0][0]))
+        for each, rows in seen.items()
+    ]
+    for sample in halves(name, tokens):
+        model(**sample, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return {each: torch.cat(rows).double() for each, rows in seen.items()}
+
+
+@torch.no_grad()
+def logits(model, name, tokens):
+    return torch.cat([model(**sample, use_cache=False).logits[0] for sample in halves(name, tokens)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_from_disk_to_an_evaluated_checkpoint(name, tmp_path):
+    settings, padded = CASES[name]
+    tokens = samples(padded=padded)
+    source = save(build(name), tmp_path / "model")
+    report = quantize(tmp_path / "model", tmp_path / "out", tokens, **settings).report
+    matrices = {
+        key.removesuffix(".weight")
+        for key, tensor in source.items()
+        if tensor.ndim == 2 and re.search(r"coder\.(block|layers)\.", key) and "relative_attention_bias" not in key
+    }
+    assert {module.name for module in report.modules} == set(weights(tmp_path / "out")) == matrices
+    rows = [Module(each.name, each.layer, each.error, each.rounding_error, None, 0) for each in report.modules]
+    heat = HeatMap.of(rows)
+    assert (list(heat.blocks), len(heat.kinds)) == SHAPES[name]
+    errors, rounded = (sum(getattr(module, key) for module in report.modules) for key in ("error", "rounding_error"))
+    assert errors < rounded
+
+    theirs = dequantized(tmp_path / "out", tmp_path / "model", tmp_path / "dense")
+    prompt = samples(2, 9).input_ids
+    for backend in ("torch", "cpu"):
+        loaded, _ = gptqkit.load(tmp_path / "out", device="cpu", backend=backend)
+        assert type(loaded) is type(theirs)
+        assert_close(logits(loaded, name, tokens), logits(theirs, name, tokens))
+    entered = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    expected = theirs.generate(prompt, max_new_tokens=6, do_sample=False)
+    for model in (loaded, entered):
+        assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), expected)
+
+    ids, how = samples(4, 31).input_ids, gptqkit.Evaluation(sequence_length=31, device="cpu", dtype="float32")
+    scores = gptqkit.evaluate(tmp_path / "out", ids, how, reference=tmp_path / "model")
+    assert (scores.windows, scores.tokens) == (4, 4 * 16)
+    for model, found in ((theirs, scores.perplexity), (build(name), scores.reference_perplexity)):
+        with torch.no_grad():  # the loss that the model is trained with
+            loss = model(input_ids=ids[:, :15], labels=ids[:, 15:].contiguous()).loss
+        assert found == pytest.approx(float(loss.exp()), rel=1e-4)
+    assert scores.kl_divergence > 0
+
+
+def test_an_output_layer_that_only_the_files_tell_apart_from_the_embedding(tmp_path):
+    """T5 1.1: its configuration ties them all the same, and the files decide."""
+    tensors = save(build("t5", scale_decoder_outputs=False), tmp_path / "model")
+    tensors["lm_head.weight"] = torch.randn(96, 64)
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    float_model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(float_model.lm_head.weight, tensors["lm_head.weight"])
+    quantize(tmp_path / "model", tmp_path / "out", method="rtn")
+    expected = logits(dequantized(tmp_path / "out", tmp_path / "model", tmp_path / "dense"), "t5", samples(2))
+    loaded, _ = gptqkit.load(tmp_path / "out", device="cpu")
+    entered = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    for model in (loaded, entered):
+        assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
+        assert_close(logits(model, "t5", samples(2)), expected)
+    with pytest.raises(ConfigError, match="shares its weight with an input embedding, or does so by its configuration"):
+        quantize(tmp_path / "model", tmp_path / "other", lm_head=True)
+
+
+MLP = [["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]
+ATTENTION = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.out_proj"]]
+CROSS = [["encoder_attn.q_proj"], ["encoder_attn.k_proj", "encoder_attn.v_proj"], ["encoder_attn.out_proj"]]
+ORDERS = {  # of the Linears of an encoder's block, and of a decoder's; those of one list receive the same
+    "t5": (
+        [
+            ["layer.0.SelfAttention.q", "layer.0.SelfAttention.k", "layer.0.SelfAttention.v"],
+            ["layer.0.SelfAttention.o"],
+            ["layer.1.DenseReluDense.wi"],
+            ["layer.1.DenseReluDense.wo"],
+        ],
+        [
+            ["layer.0.SelfAttention.q", "layer.0.SelfAttention.k", "layer.0.SelfAttention.v"],
+            ["layer.0.SelfAttention.o"],
+            ["layer.1.EncDecAttention.q"],
+            ["layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v"],
+            ["layer.1.EncDecAttention.o"],
+            ["layer.2.DenseReluDense.wi"],
+            ["layer.2.DenseReluDense.wo"],
+        ],
+    ),
+    "bart": ([*ATTENTION, ["fc1"], ["fc2"]], [*ATTENTION, *CROSS, ["fc1"], ["fc2"]]),
+    "t5gemma2": (
+        [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"], *MLP],
+        [["self_attn.q_proj"], ["self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"], *MLP],
+    ),
+}
+LISTS = {
+    "t5": ("encoder.block", "decoder.block"),
+    "bart": ("model.encoder.layers", "model.decoder.layers"),
+    "t5gemma2": ("model.encoder.text_model.layers", "model.decoder.layers"),
+}
+FROM_ENCODER = re.compile(r"\.block.*EncDecAttention\.[kv]|encoder_attn\.[kv]_proj")
+
+
+@pytest.mark.parametrize(
+    ("name", "padded"),
+    [("t5", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("bart", False), ("t5gemma2", True)))],
+)
+def test_every_module_is_solved_on_what_it_receives_in_the_quantized_model(name, padded, tmp_path):
+    """Keys and values of a decoder's attention to the encoder among them, and position biases of T5's first blocks."""
+    tokens, untied = samples(padded=padded), {"tie_word_embeddings": False} if name == "bart" else {}
+    model, quantized = build(name, **untied), build(name, **untied)
+    config = gptqkit.QuantizeConfig(group_size=32, sym=False, method="gptaq")
+    report = quantize(model, tmp_path / "out", tokens, method="gptaq", lm_head=bool(untied)).report
+    found = {module.name: module for module in report.modules}
+    stored = weights(tmp_path / "out")
+    solved = {each: stored[each.replace("text_model.", "")] for each in found}
+    stages = [
+        [f"{path}.{number}.{inner}" for inner in names]
+        for path, order in zip(LISTS[name], ORDERS[name], strict=True)
+        for number in range(len(model.get_submodule(path)))
+        for names in order
+    ] + [["lm_head"]] * bool(untied)
+    assert list(found) == [each for stage in stages for each in stage]
+    encoded, written = (
+        sum(one[key].numel() for one in halves(name, tokens)) for key in ("input_ids", "decoder_input_ids")
+    )
+    floats = inputs_of(model, list(found), name, tokens)
+    for stage in stages:
+        x = inputs_of(quantized, stage, name, tokens)
+        for each in stage:
+            both = name == "t5gemma2" and re.search(r"decoder.*\.[kv]_proj", each) is not None
+            of_encoder = ".encoder." in f".{each}" or FROM_ENCODER.search(each) is not None
+            assert found[each].tokens == len(x[each]) == encoded * (of_encoder or both) + written * (not of_encoder)
+            weight = model.get_submodule(each).weight.detach()
+            hessian = x[each].T @ x[each] / len(x[each])
+            cross = (floats[each] - x[each]).T @ x[each] / len(x[each])
+            expected = solve_gptaq(weight, hessian.float(), cross.float(), config).weight
+            assert share_that_differs(expected, solved[each]) < 0.02
+            lost = x[each] @ (weight - solved[each].dequantize()).T.double()
+            error = float(lost.norm() / (x[each] @ weight.T.double()).norm())
+            assert found[each].error == pytest.approx(error, rel=1e-3)
+        for each in stage:
+            quantized.get_submodule(each).weight.data = solved[each].dequantize()
+
+
+def killed(model, out, place, seconds, step):
+    """Do a job in a process that dies when so many modules are done."""
+    job.SAVE_SECONDS = seconds
+    run = {"activations": place, "resume": True}
+    quantize(model, out, method="gptaq", run=run, progress=lambda now: now.done == step and die())
+
+
+@pytest.mark.slow  # test_job.py stops such a job in both stacks, too
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("place", "seconds"), [("disk", 0), ("memory", 0), ("memory", 3600)])
+def test_a_job_killed_in_either_stack_ends_in_the_same_files(place, seconds, tmp_path):
+    """T5 has 6 Linears in each of two encoder blocks, and 10 in each of the decoder's: killed in all but the first."""
+    model, out, steps = tmp_path / "model", tmp_path / "out", []
+    save(build("t5"), model)
+    for step, finished in ((8, 1), (14, 2), (25, 3)):
+        [ended] = processes(killed, model, out, place, seconds, step, log=tmp_path / "log")
+        assert ended.code == -9, ended.text
+        assert len(list(work_path(out).glob("block-*.json"))) == finished
+    run = {"activations": place, "resume": True}
+    quantize(model, out, method="gptaq", run=run, progress=lambda now: steps.append(now.done))
+    assert steps == list(range(23, 33))
+    assert not work_path(out).exists()
+    assert contents(out) == contents(quantize(model, tmp_path / "whole", method="gptaq").path)
+
+
+def test_what_does_not_turn_text_into_text_is_refused(tmp_path):
+    sizes = {"d_model": 64, "vocab_size": 96, "encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 0}
+    sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    whisper = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**sizes, **tokens))
+    ids, worked = samples(2, 16).input_ids, []
+    with pytest.raises(ArchitectureError, match="whose encoder takes input_features, no token ids"):
+        gptqkit.quantize(whisper, ids, tmp_path / "out", progress=worked.append)
+    without_start = build("t5")
+    without_start.generation_config.decoder_start_token_id = without_start.config.decoder_start_token_id = None
+    with pytest.raises(ArchitectureError, match="does not say with which token its decoder begins"):
+        gptqkit.quantize(without_start, ids, tmp_path / "out", progress=worked.append)
+    with pytest.raises(ConfigError, match="sequence_length is 127, but the model has 126 positions in its two stacks"):
+        gptqkit.quantize(build("bart"), ids.new_ones(1, 127), tmp_path / "out", progress=worked.append)
+    base = transformers.T5Model(build("t5").config)
+    for model in (whisper, base):
+        with pytest.raises(ConfigError, match="does not turn text into text, so it has no perplexity"):
+            gptqkit.evaluate(model, ids.flatten(), gptqkit.Evaluation(sequence_length=16), reference=build("t5"))
+    with pytest.raises(ConfigError, match="does not turn text into text"):
+        gptqkit.quantize(base, ids, tmp_path / "out", evaluate_on=ids.flatten(), progress=worked.append)
+    assert not worked
+    assert not list(tmp_path.iterdir())
+    tied = build("t5")
+    tied.decoder.block[1].layer[2] = tied.encoder.block[1].layer[1]
+    with pytest.raises(
+        ArchitectureError, match="the encoder and the decoder of T5ForConditionalGeneration share weights"
+    ):
+        find_blocks(tied)

@@ -1,0 +1,138 @@
+"""Learned rounding in the pipeline: blocks come nearer to the float model on samples that learning does not see."""
+
+import copy
+
+import pytest
+import torch
+
+from gptqkit import load
+from gptqkit.calibration.samples import Samples
+from support.jobs import contents, processes
+from support.jobs import quantize as quantize_case
+from support.models import build, overflowing, samples
+from support.pipeline import outputs, quantize, weights
+
+
+def learned(model, out, **settings):
+    return quantize(model, out, samples(64), bits=2, learn_iterations=30, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("qwen2", {"method": "rtn"}), ("gpt2", {"method": "gptq", "desc_act": True}), ("mixtral", {"method": "gptq"})],
+)
+def test_blocks_come_nearer_to_the_float_model(tmp_path, name, settings):
+    """Measured by running the blocks of the checkpoint, as loaded, on the samples kept aside."""
+    model = build(name)
+    plain = quantize(model, tmp_path / "plain", samples(64), bits=2, **settings).report
+    report = learned(model, tmp_path / "learned", **settings).report
+    assert not plain.blocks
+    assert [block.layer for block in report.blocks] == list(range(model.config.num_hidden_layers))
+    assert all(block.error <= block.error_before and block.codes_changed < 0.5 for block in report.blocks)
+    assert report.blocks[0].error < report.blocks[0].error_before
+
+    aside = samples(64).input_ids[-8:]
+    states = {}
+    for path in ("learned", "plain"):
+        with torch.no_grad():
+            states[path] = load(tmp_path / path, device="cpu")[0](aside, output_hidden_states=True).hidden_states[1]
+    with torch.no_grad():
+        expected = copy.deepcopy(model).float()(aside, output_hidden_states=True).hidden_states[1]
+    block = report.blocks[0]
+    for path, error in (("learned", block.error), ("plain", block.error_before)):
+        found = float((states[path] - expected).norm() / expected.norm())
+        assert abs(found - error) < 1e-3 * error
+
+
+def test_samples_left_out_and_padding_teach_nothing(tmp_path):
+    """What stands in them cannot be seen in the result."""
+    model = overflowing("qwen2")
+    clean = samples(16).input_ids.clamp_(max=94)
+    mask = torch.arange(24)[None] < torch.tensor([24, 10, 17, 24] * 4)[:, None]
+    results = []
+    for filler in (3, 7):
+        ids = torch.where(mask, clean, filler)
+        ids[3] = filler
+        ids[3, 2] = 95  # the token that makes NaN
+        out = tmp_path / str(filler)
+        report = quantize(model, out, Samples(ids, mask), bits=2, learn_iterations=5, skip_nonfinite=True).report
+        assert report.excluded_samples == 1
+        results.append(contents(out))
+    shards = [{name: data for name, data in files.items() if name.endswith("safetensors")} for files in results]
+    assert shards[0] == shards[1]
+
+
+def test_learning_needs_little_memory_at_once(tmp_path, monkeypatch):
+    """Where a batch does not fit, it is done in halves; sums of two halves are those of the whole but for rounding."""
+    model = build("llama", num_hidden_layers=1)
+    whole = learned(model, tmp_path / "whole", method="gptaq").report.blocks[0]
+    forward = type(model.model.layers[0]).forward
+
+    def too_large(self, hidden_states, *arguments, **named):
+        if torch.is_grad_enabled() and len(hidden_states) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return forward(self, hidden_states, *arguments, **named)
+
+    monkeypatch.setattr(type(model.model.layers[0]), "forward", too_large)
+    halves = learned(model, tmp_path / "halves", method="gptaq").report.blocks[0]
+    assert halves.error_before == pytest.approx(whole.error_before, rel=1e-5)
+    assert halves.error == pytest.approx(whole.error, rel=0.05)
+
+
+def test_several_processes_learn_together(job_models, tmp_path):
+    for ended in processes(quantize_case, job_models, "learned", tmp_path / "out", size=2, log=tmp_path / "log"):
+        assert ended.code == 0, ended.text
+    assert torch.isfinite(outputs(load(tmp_path / "out", device="cpu")[0])).all()
+
+
+def divergence(path, model, ids):
+    """KL(model || checkpoint) per token, in transformers alone."""
+    loaded, _ = load(path, device="cpu")
+    with torch.no_grad():
+        ours, theirs = (each(ids).logits.float().log_softmax(-1) for each in (loaded, model))
+    return float(torch.nn.functional.kl_div(ours, theirs, log_target=True, reduction="sum") / ids.numel())
+
+
+@pytest.mark.parametrize(("name", "format_"), [("llama", "gptq"), ("gpt2", "gptq_v2"), ("mixtral", "gptq_v2")])
+def test_tuned_scales_predict_more_like_the_float_model(tmp_path, name, format_):
+    """Codes and zero points stay; on the samples kept aside the divergence falls, and is what the report says."""
+    model, settings = build(name), {"bits": 2, "format": format_}
+    quantize(model, tmp_path / "plain", samples(64), **settings)
+    report = quantize(
+        model, tmp_path / "tuned", samples(64), **settings, tune_epochs=2, run={"shard_size": 60000}
+    ).report
+    aside = samples(64).input_ids[-8:]
+    for path, said in (("plain", report.tuning.divergence_before), ("tuned", report.tuning.divergence)):
+        assert divergence(tmp_path / path, model, aside) == pytest.approx(said, rel=1e-3)
+    assert report.tuning.divergence < report.tuning.divergence_before
+    before, after = weights(tmp_path / "plain"), weights(tmp_path / "tuned")
+    for layer, weight in before.items():
+        assert torch.equal(weight.codes, after[layer].codes)
+        assert torch.equal(weight.zero_point(), after[layer].zero_point())
+    assert any(not torch.equal(weight.scale, after[layer].scale) for layer, weight in before.items())
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_job_stopped_while_scales_are_tuned_ends_in_the_same_files(tmp_path):
+    class Stop(Exception):
+        pass
+
+    def stop(step):
+        if step.stage == "tune" and step.done == 3:
+            raise Stop
+
+    model, settings = build("qwen2"), {"bits": 2, "tune_epochs": 1}
+    quantize(model, tmp_path / "whole", samples(16), **settings)
+    with pytest.raises(Stop):
+        quantize(model, tmp_path / "out", samples(16), **settings, progress=stop)
+    quantize(model, tmp_path / "out", samples(16), **settings, run={"resume": True})
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_both_stacks_of_an_encoder_decoder_learn(tmp_path, name):
+    plain = quantize(build(name), tmp_path / "plain", samples(64), bits=2, method="rtn", tune_epochs=1).report
+    report = learned(build(name), tmp_path / "out", method="rtn", tune_epochs=1).report
+    assert len(report.blocks) == len({module.layer for module in report.modules})
+    assert sum(block.error < block.error_before for block in report.blocks) > 2
+    assert report.tuning.divergence < report.tuning.divergence_before < plain.tuning.divergence_before
