@@ -30,6 +30,8 @@ import gptqkit
 model, tokenizer = gptqkit.load("path/to/this/directory")
 ```"""
 
+_GGUF = "\n\n`model.gguf` holds all that llama.cpp needs: `llama-cli -m model.gguf`."
+
 _POOLING = "\n\nThe model returns hidden states of tokens; pool them as `1_Pooling/config.json` says."
 
 _TRANSFORMERS = """
@@ -106,7 +108,7 @@ def model_card(
         picture: Name of the file with the heat map of errors, where there is one.
     """
     model, config = report.get("model"), report["config"]
-    kind = f"{config['bits']}-bit {_family(config).upper()}"
+    kind = f"{config.get('type') or str(config['bits']) + '-bit'} {_family(config).upper()}"
     sections = [
         _front_matter(model, config, pipeline, inherited),
         f"# {str(model).rsplit('/', 1)[-1]}, {kind}" if model else f"# {kind} checkpoint",
@@ -163,6 +165,7 @@ def _settings(report: Mapping[str, Any], config: Mapping[str, Any]) -> str:
         "group size": "one group per row" if size is None else size,
         "symmetric": config["sym"],
         "format": config["format"],
+        "type": config.get("type"),
         **{name: config.get(name) for name in own},
         **{f"override of `{pattern}`": _override(own) for pattern, own in (config.get("overrides") or {}).items()},
         "calibration": f"{samples} samples of {report.get('sequence_length')} tokens" if samples else None,
@@ -228,7 +231,7 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def _loading(summary: CheckpointSummary, family: str, pipeline: str) -> str:
     """Return how to load it, and which programs can."""
     readers = [reader.name for reader in summary.readers if reader.loads]
-    text = _LOADING + _POOLING * (pipeline == "sentence-similarity")
+    text = _LOADING + _POOLING * (pipeline == "sentence-similarity") + _GGUF * (family == "gguf")
     if TRANSFORMERS in readers:
         text += _TRANSFORMERS.format(packages=_PACKAGES[family])
     return f"{text}\n\nLoaded by: {', '.join(readers)}. `gptqkit inspect` says why not by others."

@@ -6,6 +6,7 @@ checked; tensors stay on disk.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -78,7 +79,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path | str, *, revision: str | None = None, weights: bool = True) -> Checkpoint:
-    """Open the checkpoint in the directory `path`, checking configs, index, headers, shapes, dtypes and g_idx.
+    """Open the checkpoint in a directory, or a GGUF file, checking configs, headers, shapes, dtypes and g_idx.
 
     A `path` that is the id of a model on the Hub is fetched into the Hub's cache, of the branch, tag or commit
     `revision`. Without `weights`, tensors that are not in the cache yet are on the meta device, and g_idx is taken for
@@ -90,7 +91,9 @@ def open_checkpoint(path: Path | str, *, revision: str | None = None, weights: b
             or the tensor.
         OSError: A file that cannot be read.
     """
-    name, path = str(path), fetch(path, revision, weights=weights)
+    name, path = str(path), fetch(path, revision, weights=weights, gguf=True)
+    if path.is_file():
+        return _open_file(path)
     remote = None if weights or Path(name).is_dir() else Remote(name, path.name)
     check_folder(path)
     model_config = read_json(path / "config.json")
@@ -98,6 +101,26 @@ def open_checkpoint(path: Path | str, *, revision: str | None = None, weights: b
     declared = find_format(declared_format(values, str(path))).read_config(values, str(path))
     tensors = Shards.of_folder(path, values.get("model_file_base_name"), remote)
     layout = find_format(declared.format)
+    layers = _layers(tensors, layout, declared)
+    if not layers:
+        raise CheckpointError(f"no tensor of {path} is quantized: none ends in .{layout.suffixes[0]}")
+    known = {"path": path, "model_config": model_config, "quantization_config": values}
+    return part_of_checkpoint(tensors, declared, layers, **known)
+
+
+def _open_file(path: Path) -> Checkpoint:
+    """Open a GGUF file by itself, which may hold layers in floating point only."""
+    layout, declared = find_format("gguf"), Declared(format="gguf", bits=4, group_size=32, sym=True, desc_act=False)
+    tensors = Shards.of_files([path])
+    layers = _layers(tensors, layout, declared)
+    if layers:
+        first = next(iter(layers.values()))
+        declared = dataclasses.replace(declared, bits=first.bits, group_size=first.group_size, sym=first.sym)
+    return part_of_checkpoint(tensors, declared, layers, path=path, quantization_config={"quant_method": "gguf"})
+
+
+def _layers(tensors: Shards, layout: Format, declared: Declared) -> dict[str, LayerSpec]:
+    """Return every quantized layer."""
     layers: dict[str, LayerSpec] = {}
     for full_name in tensors.where:
         name, _, suffix = full_name.rpartition(".")
@@ -105,10 +128,7 @@ def open_checkpoint(path: Path | str, *, revision: str | None = None, weights: b
             layers[name] = layout.spec(name, tensors.below(name, (*layout.suffixes, "bias")), declared)
             if f"{name}.weight" in tensors.where:
                 raise CheckpointError(f"{name} has a weight beside {full_name}; remove the one that is not meant")
-    if not layers:
-        raise CheckpointError(f"no tensor of {path} is quantized: none ends in .{layout.suffixes[0]}")
-    known = {"path": path, "model_config": model_config, "quantization_config": values}
-    return part_of_checkpoint(tensors, declared, layers, **known)
+    return layers
 
 
 def part_of_checkpoint(

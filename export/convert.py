@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, ConversionError, ShapeError
 from ..hub import fetch
-from ..quantizer.config import QuantizeConfig
+from ..quantizer.config import BITS, QuantizeConfig
 from .card import write_card
 from .checkpoint import REPORT, Checkpoint, check_written, matrices, open_checkpoint, write_report
 from .files import copy_beside
@@ -51,7 +51,9 @@ def convert(
     target = Path(target)
     if format not in FORMATS:
         raise ConfigError(f"format is {format!r}; choose one of {', '.join(FORMATS)}")
-    source = fetch(source, revision)
+    source = fetch(source, revision, gguf=True)
+    if source.is_file():
+        raise ConversionError(f"{source} is a file by itself; folders that gptqkit wrote are converted")
     inner, outer = source.resolve(), target.resolve()
     if inner.is_relative_to(outer) or outer.is_relative_to(inner):
         raise ConfigError(f"{target} and {source} lie in one another; choose a target elsewhere")
@@ -61,13 +63,16 @@ def convert(
     _check(checkpoint, format)
     layers: dict[str, LayerSpec] = {}
     with staged(target, overwrite=overwrite) as directory:
-        copy_beside(source, directory, leave=(".safetensors", ".safetensors.index.json"))
+        copy_beside(source, directory, leave=(".safetensors", ".safetensors.index.json", ".gguf"))
         parts = write_files(directory / ".part", _tensors(checkpoint, format, layers), min(shard_size, _PART_BYTES))
         join_files(parts, directory, shard_size)
         for part in parts:
             part.unlink()
         _write_json(checkpoint, directory, format, layers)
         _verify(checkpoint, open_checkpoint(directory))
+        finish = find_format(format).finish
+        if finish is not None:
+            finish(directory)
         if (directory / REPORT).exists():
             _write_report(directory, source, format)
 
@@ -80,6 +85,8 @@ def _check(checkpoint: Checkpoint, format: str) -> None:  # noqa: A002
             raise ConversionError(f"{name} belongs to no quantized layer, but {format} would take it for a part of one")
     for name, spec in checkpoint.layers.items():
         try:
+            if spec.bits not in BITS and not layout.snaps:
+                raise ConfigError(f"{format} holds {', '.join(map(str, BITS))} bits, not {spec.bits}")
             layout.check(spec)
         except (ConfigError, ShapeError) as error:
             raise ConversionError(f"{name}: {error}") from error
@@ -156,7 +163,8 @@ def _quantization_config(
             config = QuantizeConfig.from_dict(asked)
     write, floats = find_format(format).write_config, matrices(checkpoint.other_names, checkpoint.tensors)
     values, old = (
-        write(dataclasses.replace(config, format=each), layers, floats) for each in (format, declared.format)
+        write(dataclasses.replace(config, format=each, type=None), layers, floats)
+        for each, write in ((format, write), (declared.format, checkpoint.format.write_config))
     )
     if write == checkpoint.format.write_config:  # then what only the source says stays
         values.pop("meta", None)
@@ -174,7 +182,11 @@ def _verify(before: Checkpoint, after: Checkpoint) -> None:
     if after.layers.keys() != before.layers.keys() or _unpacked(after) != names:
         raise CheckpointError(f"{after.path} reads back as another checkpoint than was written")
     for name in before.layers:
-        check_written(name, after.weight(name), before.weight(name))
+        found, wanted = after.weight(name), before.weight(name)
+        if (found.bits, found.group_size, found.sym) == (wanted.bits, wanted.group_size, wanted.sym):
+            check_written(name, found, wanted)
+        elif not same_bits(found.dequantize(), wanted.dequantize()):
+            raise CheckpointError(f"{name} reads back with other values; disk or memory is faulty")
     for name in names:
         if not same_bits(after.tensor(name), before.tensor(name)):
             raise CheckpointError(f"{name} reads back differently; disk or memory is faulty")

@@ -6,9 +6,10 @@ A new format is one file of this folder, with a `Format`, and one entry of `FORM
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import regex
@@ -27,6 +28,7 @@ FORMATS = {
     "awq": "export.awq.FORMAT",
     "marlin": "export.marlin.FORMAT",
     "compressed-tensors": "export.compressed.FORMAT",
+    "gguf": "export.gguf.GGUF",
 }
 """Every format by name, with the place of its `Format` in this package."""
 
@@ -135,6 +137,12 @@ class Format:
         write_config: (QuantizeConfig, layers, names of float matrices) -> the quantization config of a checkpoint.
         read_config: (quantization config, its file for messages) -> what it declares; CheckpointError.
         uniform: Whether its configs know one setting of bits and group size for all modules.
+        snaps: By type of the settings, where the format has types; then `snap` is not used.
+        choose: (settings of a module, its name, its columns, model's config) -> settings with the type of that module;
+            ArchitectureError for models that it cannot hold.
+        accept: (model's config, tokenizer, names of all tensors): raises GptqkitError, before any work, for what it
+            cannot hold.
+        finish: Makes another kind of file of the safetensors files in a directory that is complete otherwise.
     """
 
     suffixes: Sequence[str]
@@ -146,6 +154,16 @@ class Format:
     write_config: Callable[[Any, Mapping[str, LayerSpec], Sequence[str]], dict[str, Any]]
     read_config: Callable[[Mapping[str, Any], str], Declared]
     uniform: bool = False
+    snaps: Mapping[str, Snap] = field(default_factory=dict)
+    choose: Callable[[Any, str, int, Mapping[str, Any]], Any] | None = None
+    accept: Callable[[Mapping[str, Any], Any, Iterable[str]], None] | None = None
+    finish: Callable[[Path], None] | None = None
+
+
+def find_snap(config: Any) -> Snap:
+    """Return what the grids of a module with these settings, a QuantizeConfig, can be in a file."""
+    layout = find_format(config.format)
+    return layout.snap if config.type is None else layout.snaps[config.type]
 
 
 def find_format(name: str) -> Format:

@@ -104,10 +104,9 @@ def inspect(path: Path | str, *, revision: str | None = None) -> CheckpointSumma
     checkpoint = open_checkpoint(path, revision=revision, weights=False)
     declared, specs = checkpoint.declared, checkpoint.layers.values()
     keys = {f"{name}.{key}" for name in checkpoint.layers for key in checkpoint.format.suffixes}
-    packed = [checkpoint.tensor(name) for name in checkpoint.tensors.where if name in keys]
-    others = [checkpoint.tensor(name) for name in checkpoint.tensors.where if name not in keys]
+    others = [name for name in checkpoint.tensors.where if name not in keys]
     weights = sum(spec.in_features * spec.out_features for spec in specs)
-    packed_bytes = sum(tensor.nbytes for tensor in packed)
+    packed_bytes = sum(checkpoint.tensors.nbytes(name) for name in checkpoint.tensors.where if name in keys)
     reasons = _reasons(checkpoint)
     return CheckpointSummary(
         format=declared.format,
@@ -119,14 +118,12 @@ def inspect(path: Path | str, *, revision: str | None = None) -> CheckpointSumma
         act_order_layers=sum(spec.act_order for spec in specs),
         quantized_layers=len(specs),
         quantized_weights=weights,
-        other_parameters=sum(tensor.numel() for tensor in others),
+        other_parameters=sum(checkpoint.tensor(name).numel() for name in others),
         packed_bytes=packed_bytes,
-        other_bytes=sum(tensor.nbytes for tensor in others),
+        other_bytes=sum(checkpoint.tensors.nbytes(name) for name in others),
         float_modules=tuple(_skipped(checkpoint)),
-        bits_per_weight=packed_bytes * 8 / weights,
-        readers=tuple(
-            Reader(name=name, loads=not reasons[name], reasons=tuple(reasons[name])) for name in ("gptqkit", *OTHERS)
-        ),
+        bits_per_weight=packed_bytes * 8 / max(weights, 1),
+        readers=tuple(Reader(name=name, loads=not why, reasons=tuple(why)) for name, why in reasons.items()),
     )
 
 
@@ -138,7 +135,7 @@ def _reasons(checkpoint: Checkpoint) -> dict[str, list[str]]:
     for readers, holds, reason in (*_common_rules(checkpoint), *rules):
         for name in readers if holds else ():
             reasons[name].append(reason)
-    return reasons
+    return {**reasons, "llama.cpp": []} if checkpoint.declared.format == "gguf" else reasons
 
 
 def _common_rules(checkpoint: Checkpoint) -> Rules:

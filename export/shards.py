@@ -63,6 +63,11 @@ class Shards:
         """Return the shape and dtype of a tensor, as one on the meta device; its values are not read."""
         return self.get(name).to("meta")
 
+    def nbytes(self, name: str) -> int:
+        """Return the bytes that a tensor takes in its file."""
+        stored = getattr(self._handles[self.where[name]], "nbytes", None)  # GGUF
+        return self.get(name).nbytes if stored is None else int(stored(name))
+
     def slice(self, name: str) -> Any:
         """Return a handle of the tensor `name`, of which nothing is read yet, as transformers' loader takes it."""
         return self._handles[self.where[name]].get_slice(name)
@@ -98,7 +103,7 @@ class Shards:
         usual = path / "model.safetensors.index.json"
         indices = [usual] if usual.exists() else sorted(path.glob("*.safetensors.index.json"))
         if not indices:
-            files = sorted(path.glob("*.safetensors"))
+            files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.gguf"))
             if not files and remote is not None:
                 files = [path / name for name in remote.names() if "/" not in name and name.endswith(".safetensors")]
             return cls.of_files([_find_single(path, files, base_name)], remote)
@@ -224,7 +229,7 @@ def _find_single(path: Path, found: Sequence[Path], base_name: object) -> Path:
             return file
     if found:
         raise CheckpointError(
-            f"{path} has {len(found)} safetensors files ({some(file.name for file in found)}) and no index; fetch "
+            f"{path} has {len(found)} files of weights ({some(file.name for file in found)}) and no index; fetch "
             "model.safetensors.index.json"
         )
     raise CheckpointError(f"{path} has no safetensors file; fetch the weights")
@@ -263,6 +268,10 @@ class _Header:
 def _open(file: Path, remote: Remote | None = None) -> Any:
     if remote is not None and not file.exists():
         return _Header(remote.header(file.name))
+    if file.suffix == ".gguf":
+        from .gguf_file import GgufFile  # here, because nobody else needs it
+
+        return GgufFile(file)
     try:
         return safe_open(check_file(file), framework="pt")
     except SafetensorError as error:

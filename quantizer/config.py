@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..export.formats import FORMATS
+from ..export.recipes import TYPES, grid_settings
 from ..settings import settings_of
 from .methods import METHODS
 
@@ -32,16 +33,20 @@ class ModuleOverride:
     Attributes:
         bits: 2, 3, 4 or 8.
         group_size: Input columns per group; -1 for one group per row.
+        type: Block type of a GGUF file, such as "q6_k".
         skip: Leave the module in floating point.
     """
 
     bits: int | None = None
     group_size: int | None = None
+    type: str | None = None
     skip: bool = False
 
     def __post_init__(self) -> None:
-        if self.skip and (self.bits is not None or self.group_size is not None):
-            raise ConfigError("an override either skips a module or changes its bits or group_size, not both")
+        if self.skip and (self.bits is not None or self.group_size is not None or self.type is not None):
+            raise ConfigError("an override either skips a module or changes its bits, group_size or type, not both")
+        if self.type is not None:
+            grid_settings(self.type)
         if self.bits is not None:
             _check_bits(self.bits)
         if self.group_size is not None:
@@ -91,6 +96,8 @@ class QuantizeConfig:
             name; the first match counts. Each is a `ModuleOverride` or a dictionary of its fields.
         format: Checkpoint format; "gptq" is version 1, which has no zero point 0. "awq" and "marlin" hold 4 bits, and
             no act-order without `static_groups`.
+        type: Of the format "gguf", which it chooses: the recipe, tensor by tensor as in llama.cpp, where Q4_K_M is
+            usual, or one block type for all Linears, such as q4_k. It decides bits, group_size and sym.
 
     Raises:
         ConfigError: A value or a combination that cannot be.
@@ -124,9 +131,13 @@ class QuantizeConfig:
     lm_head: bool = False
     overrides: Mapping[str, ModuleOverride] = field(default_factory=dict)
     format: str = field(default="gptq_v2", metadata={"choices": FORMATS})
+    type: str | None = field(default=None, metadata={"choices": TYPES})
 
     def __post_init__(self) -> None:
-        _check_bits(self.bits)
+        if self.type is None:
+            _check_bits(self.bits)
+        else:
+            self._take_type(self.type)
         if self.group_size is not None:
             _check_group_size(self.group_size)
             object.__setattr__(self, "group_size", None if self.group_size == -1 else self.group_size)
@@ -134,7 +145,11 @@ class QuantizeConfig:
             raise ConfigError(f"quality is {self.quality!r}; choose one of {', '.join(QUALITIES)}")
         for name, value in QUALITIES[self.quality].items():
             if getattr(self, name) is None:
-                object.__setattr__(self, name, "minmax" if (name, self.method) == ("grid", "rtn") else value)
+                if (name, self.method) == ("grid", "rtn"):
+                    value = "minmax"
+                elif name == "tune_epochs" and self.type is not None:  # scales of two levels cannot move freely
+                    value = 0
+                object.__setattr__(self, name, value)
         if self.method not in METHODS:
             raise ConfigError(f"method is {self.method!r}; choose one of {', '.join(METHODS)}")
         if self.format not in FORMATS:
@@ -155,6 +170,8 @@ class QuantizeConfig:
             raise ConfigError(f"target_bits is {self.target_bits}; give an average between 2 and 9, such as 3.25")
         if self.tune_epochs < 0:
             raise ConfigError(f"tune_epochs is {self.tune_epochs}; give 0 for none, or such as 2")
+        if self.tune_epochs and self.type is not None:
+            raise ConfigError(f"tune_epochs is {self.tune_epochs}, but scales of GGUF's blocks are not tuned; give 0")
         if self.block_size < 1:
             raise ConfigError(f"block_size is {self.block_size}; it must be positive")
         if not isinstance(self.overrides, Mapping):
@@ -177,12 +194,29 @@ class QuantizeConfig:
             if re.search(pattern, name):
                 if override.skip:
                     return None
+                if override.type is not None:
+                    return self.with_type(override.type)
                 return dataclasses.replace(
                     self,
                     bits=self.bits if override.bits is None else override.bits,
                     group_size=self.group_size if override.group_size is None else override.group_size,
                 )
         return self
+
+    def with_type(self, name: str) -> QuantizeConfig:
+        """Return the same settings for another type of block."""
+        return dataclasses.replace(self, type=name, **grid_settings(name))
+
+    def _take_type(self, name: str) -> None:
+        """Let the type decide the format and the grid; refuse settings that say something else."""
+        if self.desc_act and not self.static_groups:
+            raise ConfigError("GGUF has no index of groups; set static_groups beside desc_act, or leave desc_act out")
+        usual = {field.name: field.default for field in dataclasses.fields(self)}
+        for key, value in {"format": "gguf", **grid_settings(name)}.items():
+            given = getattr(self, key)
+            if given not in (value, usual[key]):
+                raise ConfigError(f"{key} is {given}, but the type {name} makes it {value}; leave it out")
+            object.__setattr__(self, key, value)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; `from_dict` reads them back."""

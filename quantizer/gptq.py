@@ -19,6 +19,7 @@ from .grid import GroupGrid, IntegerZeroPoint, Snap, fit_grid, improve_grid
 from .methods import Method, Moments, Solution
 from .order import ColumnOrder, column_order
 from .quantized import QuantizedWeight
+from .superblock import TwoLevel
 
 _SEGMENT = 16  # columns swept one by one before the rest of the block is updated with one matrix product
 
@@ -92,14 +93,15 @@ def solve_gptaq(weight: Tensor, moments: Moments | None, config: QuantizeConfig,
                 f"{name} is {tuple(matrix.shape)}, but a weight of {tuple(weight.shape)} needs {(columns, columns)}"
             )
     group_size = config.group_size or columns
-    order, factor, shift = _prepare(moments, config, group_size, dtype)
+    span = snap.columns if isinstance(snap, TwoLevel) else group_size
+    order, factor, shift = _prepare(moments, config, group_size, span, dtype)
     with full_float32():
         sweep = _Sweep(target[order.permutation], order, config, snap)
         if order.static:
             sweep.fit_static_grids(moments.hessian.diagonal()[order.permutation].to(dtype))
         # A block is whole groups, unless one group spans the row.
-        whole = config.block_size // group_size * group_size
-        block_size = config.block_size if group_size == columns else max(whole, group_size)
+        whole = config.block_size // span * span
+        block_size = config.block_size if group_size == columns else max(whole, span)
         loss = sweep.run(factor.upper, shift, block_size)
     return Solution(
         weight=sweep.quantized_weight(),
@@ -117,14 +119,19 @@ GPTAQ = Method(solve=solve_gptaq, needs=frozenset({"hessian", "cross"}))
 
 
 def _prepare(
-    moments: Moments, config: QuantizeConfig, group_size: int, dtype: torch.dtype
+    moments: Moments, config: QuantizeConfig, group_size: int, span: int, dtype: torch.dtype
 ) -> tuple[ColumnOrder, HessianFactor, Tensor | None]:
-    """Return the order of columns, R and P, which are the same for every weight that receives the same inputs."""
+    """Return the order of columns, R and P, which are the same for every weight that receives the same inputs.
+
+    The columns of groups whose grids are decided together, `span` of them, are ordered like those of one group.
+    """
     names = ("desc_act", "static_groups", "act_group_aware")
     orders = {name: bool(getattr(config, name)) for name in names}
-    key = (group_size, *orders.values(), config.damp_percent, config.alpha, dtype, moments.cross is None)
+    key = (group_size, span, *orders.values(), config.damp_percent, config.alpha, dtype, moments.cross is None)
     if key not in moments.prepared:
-        order = column_order(moments.hessian.diagonal(), group_size, **orders)
+        order = column_order(moments.hessian.diagonal(), span, **orders)
+        if span != group_size:
+            order = ColumnOrder(order.permutation, order.permutation // group_size, order.static)
         factor = factorize(moments.hessian, order.permutation, config.damp_percent, dtype)
         shift = None
         if moments.cross is not None:
@@ -163,12 +170,14 @@ class _Sweep:
         values: (columns, rows), what the codes stand for.
         rounded: (columns, rows), w at the moment it was rounded, where the rounding is learned afterwards.
         grids: By number of the group, once they are fitted.
+        span: Columns whose grids are fitted together: one group, or those of a super-block.
     """
 
     def __init__(self, target: Tensor, order: ColumnOrder, config: QuantizeConfig, snap: Snap) -> None:
         columns, rows = target.shape
         self.target, self.order, self.config, self.snap = target, order, config, snap
         self.group_size = config.group_size or columns
+        self.span = snap.columns if isinstance(snap, TwoLevel) else self.group_size
         self.codes = torch.empty(columns, rows, dtype=torch.uint8, device=target.device)
         self.values = torch.empty_like(target)
         self.rounded = torch.empty_like(target) if config.learn_iterations else None
@@ -217,8 +226,8 @@ class _Sweep:
         Grids are fitted where their groups begin, to up-to-date weights.
         """
         scaled = torch.empty_like(block)
-        for begin in range(0, len(block), self.group_size):
-            part, rest = slice(begin, begin + self.group_size), slice(begin + self.group_size, None)
+        for begin in range(0, len(block), self.span):
+            part, rest = slice(begin, begin + self.span), slice(begin + self.span, None)
             inner = None if shift is None else shift[part, part]
             self._begin_group(start + begin, block[part], inverse[part, part], inner, importance)
             scaled[part] = self._sweep_group(block[part], start + begin, inverse[part, part], inner)
@@ -290,13 +299,14 @@ class _Sweep:
     def _begin_group(
         self, position: int, block: Tensor, inverse: Tensor, shift: Tensor | None, importance: Tensor
     ) -> None:
-        """Fit the grid of the group that begins at `position`, with the columns of `block`, if one does."""
-        if self.order.static or position % self.group_size:
+        """Fit the grids of the groups that begin at `position`, with the columns of `block`, if any do."""
+        if self.order.static or position % self.span:
             return
         # A group wider than its block (one group per row) begins before anything was moved onto it.
-        group, inside = self._group[position], self.group_size <= len(block)
-        self._fit_grid(group, block if inside else self.target, importance[position:][: self.group_size])
-        if self.config.grid == "sim" and inside:
+        group, inside = self._group[position], self.span <= len(block)
+        groups = self.order.group[position:][: self.span]
+        self._fit_grids(groups, block if inside else self.target, importance[position:][: self.span])
+        if self.config.grid == "sim" and inside and not isinstance(self.snap, TwoLevel):
 
             def error(grid: GroupGrid) -> Tensor:
                 self.grids[group] = grid
@@ -306,17 +316,26 @@ class _Sweep:
                 self.grids[group], error, bits=self.config.bits, sym=self.config.sym, snap=self.snap
             )
 
-    def _fit_grid(self, group: int, weight: Tensor, importance: Tensor) -> None:
-        """Fit the grid of a group to the weights of its columns, (columns, rows)."""
-        config = self.config
-        judges = None if config.grid == "minmax" else importance
-        self.grids[group] = fit_grid(weight, bits=config.bits, sym=config.sym, snap=self.snap, importance=judges)
+    def _fit_grids(self, groups: Tensor, weight: Tensor, importance: Tensor) -> None:
+        """Fit the grid of a group, or those of a super-block, to the weights of their columns, (columns, rows)."""
+        bits, sym = self.config.bits, self.config.sym
+        judges = None if self.config.grid == "minmax" else importance
+        if not isinstance(self.snap, TwoLevel):
+            grid = fit_grid(weight, bits=bits, sym=sym, snap=self.snap, importance=judges)
+            self.grids[int(groups[0])] = grid
+            return
+        members = torch.argsort(groups, stable=True).view(-1, self.group_size).T  # (columns of a group, groups)
+        judges = None if judges is None else judges[members]
+        fitted = self.snap.fit(weight[members], bits=bits, sym=sym, importance=judges)
+        for group, scale, offset in zip(groups[members[0]].tolist(), fitted.scale, fitted.offset, strict=True):
+            self.grids[group] = GroupGrid(scale, offset, fitted.max_code)
 
     def fit_static_grids(self, importance: Tensor) -> None:
         """Fit every group's grid to the original weights of its original columns."""
-        for group in range(self.target.shape[0] // self.group_size):
-            members = (self.order.group == group).nonzero().flatten()
-            self._fit_grid(group, self.target[members], importance[members])
+        together = self.order.group // (self.span // self.group_size)
+        for number in range(self.target.shape[0] // self.span):
+            members = (together == number).nonzero().flatten()
+            self._fit_grids(self.order.group[members], self.target[members], importance[members])
 
     def round(self, positions: int | slice, weight: Tensor) -> Tensor:
         """Decide the codes at `positions`, all of one group, from their weights; return what they stand for."""

@@ -82,9 +82,10 @@ class GroupGrid:
         return codes * self.scale + self.offset
 
     def error(self, weight: Tensor, importance: Tensor) -> Tensor:
-        """Return the sum over columns of importance * (rounded - weight)^2, (rows,)."""
+        """Return the sum over columns of importance * (rounded - weight)^2, (rows,) or (groups, rows)."""
         shifted = weight - self._rest
-        return importance @ self._steps(shifted).mul_(self.scale).sub_(shifted).square_()
+        squares = self._steps(shifted).mul_(self.scale).sub_(shifted).square_()
+        return importance @ squares if importance.dim() == 1 else squares.mul_(importance.unsqueeze(-1)).sum(0)
 
 
 def fit_grid(weight: Tensor, *, bits: int, sym: bool, snap: Snap, importance: Tensor | None = None) -> GroupGrid:
@@ -96,22 +97,24 @@ def fit_grid(weight: Tensor, *, bits: int, sym: bool, snap: Snap, importance: Te
     candidate is snapped to what the file can hold before it is used.
 
     Args:
-        weight: (columns, rows) of one group, float.
+        weight: (columns, rows) of one group, float; or (columns, groups, rows) of several.
         bits: Bits per code.
-        sym: Symmetric grids.
+        sym: Symmetric grids; where the snap is `signed`, the extra step is on the side of the largest weight.
         snap: What the file can hold.
-        importance: (columns,) weight of each column's squared error, such as the Hessian's (conditional) diagonal.
+        importance: (columns,) or (columns, groups): weight of each column's squared error, such as the Hessian's
+            (conditional) diagonal.
     """
     max_code = 2**bits - 1
     low = weight.amin(0).clamp_(max=0)
     high = weight.amax(0).clamp_(min=0)
+    sign = torch.where(high > -low, -1.0, 1.0).to(weight.dtype) if sym and getattr(snap, "signed", False) else None
     if sym:
         high = torch.maximum(-low, high)
         low = -high
 
     def shrunk(share: Tensor | float) -> GroupGrid:
         scale = (high - low) * (share / max_code)
-        return GroupGrid(*snap(scale, None if sym else low * share, bits), max_code)
+        return GroupGrid(*snap(scale if sign is None else scale * sign, None if sym else low * share, bits), max_code)
 
     grid = shrunk(1.0)
     if importance is None:
@@ -119,24 +122,28 @@ def fit_grid(weight: Tensor, *, bits: int, sym: bool, snap: Snap, importance: Te
     best = grid.error(weight, importance)
     share = torch.ones_like(best)
 
-    def keep_better(candidate: GroupGrid, candidate_share: Tensor | float) -> None:
-        nonlocal grid, best, share
-        error = candidate.error(weight, importance)
-        better = error < best
-        best = torch.where(better, error, best)
-        scale = torch.where(better, candidate.scale, grid.scale)
-        grid = GroupGrid(scale, torch.where(better, candidate.offset, grid.offset), max_code)
-        share = torch.where(better, candidate_share, share)
-
     for coarse in _COARSE:
-        keep_better(shrunk(coarse), coarse)
+        grid, best, better = keep_better(grid, best, shrunk(coarse), weight, importance)
+        share = torch.where(better, coarse, share)
     centre = share
     for fine in _FINE:
-        keep_better(shrunk(centre + fine), centre + fine)
+        grid, best, _ = keep_better(grid, best, shrunk(centre + fine), weight, importance)
     if not sym:
         for step in (1, -1):
-            keep_better(GroupGrid(*snap(grid.scale, grid.offset + step * grid.scale, bits), max_code), share)
+            moved = GroupGrid(*snap(grid.scale, grid.offset + step * grid.scale, bits), max_code)
+            grid, best, _ = keep_better(grid, best, moved, weight, importance)
     return grid
+
+
+def keep_better(
+    grid: GroupGrid, error: Tensor, candidate: GroupGrid, weight: Tensor, importance: Tensor
+) -> tuple[GroupGrid, Tensor, Tensor]:
+    """Return of every row the better of two grids, its error, and whether it is the candidate."""
+    other = candidate.error(weight, importance)
+    better = other < error
+    scale = torch.where(better, candidate.scale, grid.scale)
+    offset = torch.where(better, candidate.offset, grid.offset)
+    return GroupGrid(scale, offset, grid.max_code), torch.where(better, other, error), better
 
 
 def improve_grid(

@@ -29,13 +29,13 @@ class LearnedWeight:
 
     Args:
         solution: What the sweep decided, and the latent that it rounded.
-        snap: What the file can hold.
+        snap: What the file can hold; None where only codes move.
 
     Raises:
         ShapeError: A solution without its latent.
     """
 
-    def __init__(self, solution: Solution, snap: Snap) -> None:
+    def __init__(self, solution: Solution, snap: Snap | None) -> None:
         weight, latent = solution.weight, solution.latent
         if latent is None:
             raise ShapeError("a solution without its latent; solve with learn_iterations in the settings")
@@ -60,12 +60,14 @@ class LearnedWeight:
         moves = gradient.sign().mul_(codes == raw)  # a code beyond the end of its grid moves nothing
         along = (gradient * codes.mul_(self._scale).add_(self._offset)).sum(-1, keepdim=True)
         self._move.sub_(moves, alpha=step).clamp_(-0.5, 0.5)
-        self._stretch.sub_(along.sign_(), alpha=scale_step)
+        if self._snap is not None:
+            self._stretch.sub_(along.sign_(), alpha=scale_step)
 
     def stored(self) -> QuantizedWeight:
         """Return the weight as a file holds it."""
         codes = self._in_order(self._codes()).to(torch.uint8)
-        return stretched(dataclasses.replace(self._weight, codes=codes), self._stretch.squeeze(-1), self._snap)
+        weight = dataclasses.replace(self._weight, codes=codes)
+        return weight if self._snap is None else stretched(weight, self._stretch.squeeze(-1), self._snap)
 
     def _codes(self) -> Tensor:
         return (self._position + self._move).round_().clamp_(0, self._top)
@@ -102,13 +104,13 @@ Score: TypeAlias = Callable[[Mapping[str, Tensor]], float]
 
 
 def learn(
-    solutions: Mapping[str, Solution], snap: Snap, *, iterations: int, gradients: Gradients, score: Score
+    solutions: Mapping[str, Solution], snap: Snap | None, *, iterations: int, gradients: Gradients, score: Score
 ) -> Learned:
     """Learn the rounding of some weights together.
 
     Args:
         solutions: What a sweep decided, and the latents that it rounded.
-        snap: What the file can hold.
+        snap: What the file can hold; None where only codes move.
         iterations: Steps, each shorter than the one before it.
         gradients: Matrices, (out, in) float32 -> the loss's gradient with respect to each, on some samples or others.
         score: Matrices as files hold them -> how far they are from their aim, on samples kept aside; less is better.

@@ -20,7 +20,7 @@ class QuantizedWeight:
 
     Attributes:
         codes: (out, in) uint8, columns in the model's own order, each in 0 ... 2^bits - 1.
-        scale: (out, groups) float32; the solver's are positive.
+        scale: (out, groups) float32; the solver's are positive, but for symmetric ones of GGUF.
         offset: (out, groups) float32.
         group_index: (in,) int32, the group of every input column.
         bits: Bits per code.

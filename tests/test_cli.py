@@ -106,12 +106,14 @@ def test_every_setting_is_an_option_and_has_the_default_of_its_class(kind, setti
 def test_settings_that_are_typed_in_a_form_of_their_own(settings):
     command = "quantize model out --group-size -1 --shard-size 3MiB --calibration a.txt --calibration b.json"
     words = ["--override", "(?:up|down)_proj:bits=8,group_size=-1", "--skip", r"\.0\.", "--override", r"\.0\.:bits=3"]
+    words += ["--override", "v_proj:type=q6_k"]
     found = settings([*command.split(), *words])
     config = found[gptqkit.QuantizeConfig]
     assert config.group_size is None
     assert list(config.overrides.items()) == [
         ("(?:up|down)_proj", gptqkit.ModuleOverride(bits=8, group_size=-1)),
         (r"\.0\.", gptqkit.ModuleOverride(skip=True)),
+        ("v_proj", gptqkit.ModuleOverride(type="q6_k")),
     ]
     assert found[gptqkit.Calibration].source == [Path("a.txt"), Path("b.json")]
     assert found[Run].shard_size == 3 << 20

@@ -152,7 +152,7 @@ def test_a_new_format_converts_from_and_to_the_others(tmp_path):
 def test_the_command_line_offers_a_new_format_and_its_checks_are_asked_first(tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.parser().parse_args(["convert", "--help"])
-    assert "{gptq,gptq_v2,awq,marlin,compressed-tensors,dummy}" in capsys.readouterr().out
+    assert "{gptq,gptq_v2,awq,marlin,compressed-tensors,gguf,dummy}" in capsys.readouterr().out
     config = gptqkit.QuantizeConfig(method="rtn", format="dummy", bits=3, group_size=32)
     with pytest.raises(ArchitectureError, match=r"model\.layers\.0\..*: dummy holds no 3-bit codes, for 64 columns"):
         gptqkit.quantize(build("qwen2"), None, tmp_path / "out", config)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import gptqkit
+from support import gguf_files
 from support.models import build, samples, save
 from support.pipeline import assert_close, dequantized, outputs, quantize
 
@@ -63,6 +64,20 @@ def test_what_a_gpu_quantizes_is_as_good_as_on_a_cpu_and_is_what_is_loaded(on_cp
     assert {tensor.device.type for tensor in loaded.state_dict().values()} == {"cuda"}
     theirs = dequantized(tmp_path / gpu, tmp_path / "model", tmp_path / "dense")
     assert_close(outputs(loaded, SMALL).cpu(), outputs(theirs, SMALL), rtol=1e-3)
+
+
+def test_blocks_of_gguf_are_decided_and_decoded_on_a_gpu(gpu, tmp_path):
+    gguf_files.save(gguf_files.build(num_hidden_layers=1, intermediate_size=256), tmp_path / "model")
+    errors = []
+    for device in ("cpu", gpu):
+        settings = {"type": "Q2_K", "run": {"device": device}, "group_size": 128, "sym": True}
+        result = quantize(tmp_path / "model", tmp_path / device, gguf_files.tokens(4, 16), **settings)
+        errors.append(sum(module.error for module in result.report.modules))
+    assert errors[1] == pytest.approx(errors[0], rel=0.05)
+    model, _ = gptqkit.load(tmp_path / gpu, device=gpu, dtype="float32")
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {"cuda"}
+    weight = gptqkit.open_checkpoint(tmp_path / gpu).weight("model.layers.0.mlp.up_proj")
+    assert torch.equal(model.model.layers[0].mlp.up_proj.weight.cpu(), weight.dequantize())
 
 
 @pytest.fixture(scope="module")

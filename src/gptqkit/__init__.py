@@ -14,6 +14,7 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .api import QuantizeResult as QuantizeResult
+    from .api import imatrix as imatrix
     from .api import quantize as quantize
     from .calibration.config import Calibration as Calibration
     from .comparing import Comparison as Comparison
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
     from .run import Run as Run
 
 _HOMES = {
-    "api": "QuantizeResult quantize",
+    "api": "QuantizeResult imatrix quantize",
     "calibration.config": "Calibration",
     "comparing": "Comparison compare",
     "display": "ProgressDisplay",

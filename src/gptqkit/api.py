@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-import tempfile
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +27,8 @@ from .evaluation.config import Evaluation
 from .evaluation.perplexity import cut_windows
 from .export.card import HEAT_MAP, write_card
 from .export.checkpoint import REPORT, public_name, write_report
+from .export.formats import find_format
+from .export.imatrix import imatrix_tensors, write_imatrix
 from .export.shards import read_json, some
 from .export.staging import check_target
 from .hub import push
@@ -124,6 +127,7 @@ def quantize(
             if tokenizer is None:
                 tokenizer = load_tokenizer(source.path, trust_remote_code=run.trust_remote_code)
             tokenizer = open_tokenizer(tokenizer, trust_remote_code=run.trust_remote_code)
+            _check_accepted(source, config, tokenizer)
             samples = None if calibration is None else _samples(source, calibration, tokenizer)
             length = default_length(source.model) if samples is None else samples.input_ids.shape[1]
             text = None if evaluate_on is None else _text(source, evaluate_on, tokenizer, length)
@@ -171,6 +175,13 @@ def _calibration(given: Any, config: QuantizeConfig) -> Calibration | None:
     return given if given is None or isinstance(given, Calibration) else Calibration(given)
 
 
+def _check_accepted(source: FloatModel, config: QuantizeConfig, tokenizer: Any) -> None:
+    """Refuse a model or tokenizer that the format cannot hold."""
+    accept = find_format(config.format).accept
+    if accept is not None:
+        accept(source.model.config.to_dict(), tokenizer, source.tensor_names)
+
+
 def _completed(
     job: Job, pipeline: Pipeline, tokenizer: Any, run: Run, report: QuantizationReport
 ) -> tuple[Path, QuantizationReport]:
@@ -183,6 +194,53 @@ def _completed(
         with _explained_memory():
             report = replace(report, tuning=pipeline.tune(staged))
     return staged, report
+
+
+def imatrix(
+    model: str | Path | PreTrainedModel,
+    calibration: Any,
+    out: str | Path,
+    *,
+    run: Run | Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
+    progress: ProgressCallback = silent,
+) -> None:
+    """Write an importance matrix for llama.cpp's quantizer: of every Linear the mean squares of its inputs.
+
+    Args:
+        model: Hub id or folder of a float model, or a loaded one.
+        calibration: A `Calibration`, or a source as in its `source`.
+        out: The GGUF file to write.
+        run: Where and how it is run.
+        tokenizer: As for `quantize`.
+        progress: Called once per module.
+
+    Raises:
+        OutputExistsError: `out` exists, and `overwrite` is not set.
+        GptqkitError: Settings, text, model or files that do not fit; see `errors`.
+    """
+    run, out = settings_of(Run, run or {}), Path(out)
+    calibration = calibration if isinstance(calibration, Calibration) else Calibration(calibration)
+    if os.path.lexists(out) and not (run.overwrite and out.is_file()):
+        raise OutputExistsError(f"{out} exists already; choose another file, or ask to overwrite it")
+    config = QuantizeConfig(type="q8_0")  # of blocks of 32 columns: the widest choice of Linears
+    device = choose_device(run.device)
+    with join(device) as processes, _on_disk(model) as (path, _), TemporaryDirectory(prefix="gptqkit-") as folder:
+        if processes.size > 1:
+            raise ConfigError(f"an importance matrix is made by one process, not by {processes.size}")
+        source = FloatModel(path, trust_remote_code=run.trust_remote_code, revision=run.revision)
+        if tokenizer is None:
+            tokenizer = load_tokenizer(source.path, trust_remote_code=run.trust_remote_code)
+        samples = _samples(source, calibration, open_tokenizer(tokenizer, trust_remote_code=run.trust_remote_code))
+        with Job(Path(folder) / "out", {}, processes, resume=False, overwrite=False) as job, _explained_memory():
+            place = "memory" if run.activations == "auto" else run.activations
+            run = replace(run, activations=place)
+            sums = list(Pipeline(source, samples, config, job, processes, run=run, progress=progress).sums())
+    count, length = samples.input_ids.shape
+    tensors = imatrix_tensors(sums, source.model.config.to_dict())
+    text = calibration.source
+    dataset = public_name(text) if isinstance(text, (str, Path)) else type(text).__name__
+    write_imatrix(out, tensors, dataset=dataset, samples=count, length=length)
 
 
 @contextmanager
@@ -232,7 +290,7 @@ def _on_disk(model: str | Path | PreTrainedModel) -> Iterator[tuple[str | Path, 
         yield model, public_name(model)
         return
     name = public_name(model.name_or_path) if model.name_or_path else type(model).__name__
-    with tempfile.TemporaryDirectory(prefix="gptqkit-") as folder:
+    with TemporaryDirectory(prefix="gptqkit-") as folder:
         with without_bars():
             model.save_pretrained(folder)
         yield folder, name

@@ -110,6 +110,9 @@ def assemble(
     model.copy_files(directory)
     if open_checkpoint(directory).layers != specs:
         raise CheckpointError(f"{directory} reads back with other quantized layers than were written")
+    finish = find_format(config.format).finish
+    if finish is not None:
+        finish(directory)
     return directory
 
 
@@ -140,7 +143,7 @@ def _specs(records: Sequence[Mapping[str, Any]]) -> dict[str, LayerSpec]:
 
 
 def _opened(files: Sequence[Path], specs: Mapping[str, LayerSpec], config: QuantizeConfig) -> Checkpoint:
-    common = {key: getattr(config, key) for key in ("format", "bits", "group_size", "sym", "desc_act")}
+    common: dict[str, Any] = {key: getattr(config, key) for key in ("format", "bits", "group_size", "sym", "desc_act")}
     return part_of_checkpoint(Shards.of_files(files), Declared(**common), specs, path=files[0].parent)
 
 

@@ -32,7 +32,7 @@ def confined(path_or_id: str | Path, tensors: Shards | None = None, *, trusted: 
     """Open a local folder without the network, its files checked, and models no larger than its tensors can fill.
 
     Args:
-        path_or_id: The folder; for the id of a model on the Hub nothing is limited.
+        path_or_id: The folder, or a GGUF file; for the id of a model on the Hub nothing is limited.
         tensors: Those of the folder, where they are open already.
         trusted: Its code is run, so that it may use the network as well.
 
@@ -40,26 +40,29 @@ def confined(path_or_id: str | Path, tensors: Shards | None = None, *, trusted: 
         CheckpointError: As `check_folder`, or config.json describes another model than the one in the files.
     """
     folder = Path(path_or_id)
-    if not folder.is_dir():
+    if not folder.exists():
         yield
         return
-    check_folder(folder)
-    if tensors is None and any(folder.glob("*.safetensors")):
-        tensors = Shards.of_folder(folder)
-    _check_config(folder / "config.json", None if tensors is None else len(tensors.where))
+    described = folder  # a GGUF file, which says itself how many blocks it has
+    if folder.is_dir():
+        check_folder(folder)
+        if tensors is None and any(folder.glob("*.safetensors")):
+            tensors = Shards.of_folder(folder)
+        described = folder / "config.json"
+        _check_config(described, None if tensors is None else len(tensors.where))
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = before or not trusted
     try:
         with ExitStack() as stack:
             if tensors is not None:
-                stack.enter_context(_bounded(folder, tensors))
+                stack.enter_context(_bounded(described, tensors))
             yield
     finally:
         constants.HF_HUB_OFFLINE = before
 
 
 @contextmanager
-def _bounded(folder: Path, tensors: Shards) -> Iterator[None]:
+def _bounded(described: Path, tensors: Shards) -> Iterator[None]:
     """Stop the building of models that the tensors cannot fill."""
     count, size = len(tensors.where), sum(file.stat().st_size for file in tensors.files)
     left = {"parameters": 8 * count + _PARAMETERS, "weights": 8 * size, "buffered": 8 * size + _BUFFERED}
@@ -71,7 +74,7 @@ def _bounded(folder: Path, tensors: Shards) -> Iterator[None]:
                 left["parameters"] -= kind == "weights"
                 if min(left.values()) < 0 or not (tensor.numel() or kind == "buffered"):
                     what = f"{name} of a {type(module).__name__} is {tuple(tensor.shape)}"
-                    raise _contradiction(folder / "config.json", what, f"hold {count} tensors and {size} bytes")
+                    raise _contradiction(described, what, f"hold {count} tensors and {size} bytes")
 
         return account
 

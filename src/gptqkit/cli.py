@@ -1,4 +1,4 @@
-"""The `gptqkit` command: quantize, plan, evaluate, compare, report, inspect and convert from the shell.
+"""The `gptqkit` command: quantize, imatrix, plan, evaluate, compare, report, inspect and convert from the shell.
 
 Options are made from the fields of the dataclasses that hold the settings: their types, defaults and docstrings.
 Everything heavy is imported inside the commands, so that help and usage errors answer at once.
@@ -117,6 +117,15 @@ def parser() -> argparse.ArgumentParser:
     )
     quantize.add_argument("--tokenizer", metavar="TOKENIZER", help=TOKENIZER)
     _add_settings(quantize)
+
+    imatrix = _add_command(commands, _imatrix, "write an importance matrix for llama.cpp's own quantizer")
+    imatrix.add_argument("model", metavar="MODEL", help=MODEL)
+    imatrix.add_argument("out", metavar="OUT", type=Path, help="GGUF file to write")
+    how = f"text that the model reads: {SOURCES}. May be repeated for several files"
+    imatrix.add_argument("--calibration", action="append", metavar="SOURCE", required=True, help=how)
+    imatrix.add_argument("--tokenizer", metavar="TOKENIZER", help=TOKENIZER)
+    _add_fields(imatrix.add_argument_group("calibration"), Calibration)
+    _add_fields(imatrix.add_argument_group("run"), Run)
 
     plan = _add_command(commands, _plan, "estimate the memory and disk space that quantizing a model needs")
     plan.add_argument("model", metavar="MODEL", help=MODEL)
@@ -278,11 +287,7 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 def _quantize(arguments: argparse.Namespace) -> None:
-    config, run, calibration = _config(arguments), _from(arguments, Run), None
-    if arguments.calibration is not None:
-        first, *more = arguments.calibration
-        source = [Path(value) for value in (first, *more)] if more else first
-        calibration = _from(arguments, Calibration, source=source)
+    config, run, calibration = _config(arguments), _from(arguments, Run), _calibration(arguments)
     _quieten_libraries(arguments.verbose)
     import gptqkit
 
@@ -296,6 +301,24 @@ def _quantize(arguments: argparse.Namespace) -> None:
     if speaks:
         print(quantization_summary(result.report))
         print(f"written to {arguments.out}" + (f" and uploaded to {result.url}" if result.url else ""))
+
+
+def _calibration(arguments: argparse.Namespace) -> Calibration | None:
+    if arguments.calibration is None:
+        return None
+    first, *more = arguments.calibration
+    return _from(arguments, Calibration, source=[Path(value) for value in (first, *more)] if more else first)
+
+
+def _imatrix(arguments: argparse.Namespace) -> None:
+    run, calibration = _from(arguments, Run), _calibration(arguments)
+    _quieten_libraries(arguments.verbose)
+    import gptqkit
+
+    with closing(ProgressDisplay()) as progress:
+        how: dict[str, Any] = {"run": run, "tokenizer": arguments.tokenizer, "progress": progress}
+        gptqkit.imatrix(arguments.model, calibration, arguments.out, **how)
+    print(f"written to {arguments.out}")
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -408,15 +431,18 @@ def _override(text: str) -> tuple[str, ModuleOverride]:
     """Return the pattern and the changes of `REGEX:bits=8,group_size=32`.
 
     >>> _override("down_proj$:bits=8,group_size=32")
-    ('down_proj$', ModuleOverride(bits=8, group_size=32, skip=False))
+    ('down_proj$', ModuleOverride(bits=8, group_size=32, type=None, skip=False))
     """
     pattern, colon, changes = text.rpartition(":")
     change: dict[str, Any] = {}
     for item in changes.split(","):
         key, _, value = item.strip().partition("=")
-        if not colon or key not in ("bits", "group_size") or not re.fullmatch(r"-?\d+", value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not of the form 'REGEX:bits=8,group_size=32'")
-        change[key] = int(value)
+        number = key in ("bits", "group_size") and re.fullmatch(r"-?\d+", value)
+        if not colon or not (number or key == "type"):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not of the form 'REGEX:bits=8,group_size=32' or, for GGUF, 'REGEX:type=q6_k'"
+            )
+        change[key] = int(value) if number else value
     try:
         return pattern, ModuleOverride(**change)
     except ConfigError as error:

@@ -69,7 +69,7 @@ def compare(
     config = settings_of(Evaluation, config or {})
     if not checkpoints:
         raise ConfigError("there is no checkpoint to compare; give at least one")
-    paths = [fetch(path) for path in checkpoints]
+    paths = [fetch(path, gguf=True) for path in checkpoints]
     summaries = [inspect(path) for path in paths]
     shapes = [(str(name), read_json(path / "config.json")) for name, path in zip(checkpoints, paths, strict=True)]
     _check_same_model(shapes)

@@ -75,7 +75,7 @@ def evaluate(
     """
     config = settings_of(Evaluation, config or {})
     if isinstance(model, (str, Path)):
-        model = fetch(model, config.revision)
+        model = fetch(model, config.revision, gguf=True)
     if isinstance(reference, (str, Path)):
         reference = fetch(reference)
     folders = [each for each in (model, reference) if isinstance(each, Path)]

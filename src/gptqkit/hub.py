@@ -19,7 +19,12 @@ _WEIGHTS = "model*.safetensors*"  # and their index, as we call them
 
 
 def fetch(
-    path_or_id: Path | str, revision: str | None = None, *, weights: bool = True, tokenizer: bool = False
+    path_or_id: Path | str,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    tokenizer: bool = False,
+    gguf: bool = False,
 ) -> Path:
     """Return the folder of a model; what is on the Hub is brought into the Hub's cache.
 
@@ -28,6 +33,7 @@ def fetch(
         revision: Branch, tag or commit of a model on the Hub.
         weights: Whether its weights are needed.
         tokenizer: Whether only the tokenizer is wanted, beside whatever it may be.
+        gguf: Whether a GGUF file, which is returned then, or a folder with one will do.
 
     Raises:
         DatasetUnavailableError: There is no such folder, and the Hub has no such model or cannot be reached.
@@ -39,9 +45,11 @@ def fetch(
         if revision is not None:
             raise ConfigError(f"revision is {revision!r}, but {path} is a folder here, not on the Hub; leave it out")
         if not tokenizer:
-            _recognize(path_or_id, {file.name for file in path.iterdir()})
+            _recognize(path_or_id, {file.name for file in path.iterdir()}, gguf=gguf)
         return path
-    if path.suffix == ".gguf" and path.exists():
+    if path.suffix == ".gguf" and path.is_file():
+        if gguf:
+            return path
         _recognize(path_or_id, {path.name})
     if path.exists():
         raise DatasetUnavailableError(f"{path} is no folder; give the folder that holds config.json")
@@ -112,9 +120,9 @@ def _is_model(files: Collection[str]) -> bool:
     return "config.json" in files and any(file.endswith(".safetensors") for file in files)
 
 
-def _recognize(name: Path | str, files: Collection[str]) -> None:
+def _recognize(name: Path | str, files: Collection[str], *, gguf: bool = False) -> None:
     """Refuse files that are no model in safetensors, and say what they are and what to do."""
-    safetensors, gguf, pickle = (
+    safetensors, blocks, pickle = (
         min((file for file in files if file.endswith(kinds)), default="")
         for kinds in (".safetensors", ".gguf", PICKLES)
     )
@@ -124,11 +132,11 @@ def _recognize(name: Path | str, files: Collection[str]) -> None:
             f"{name} holds an adapter (LoRA), no model; merge it into its model first, and give that: "
             f'python -c "from peft import AutoPeftModelForCausalLM as M; {merge}"'
         )
-    if gguf and not safetensors:
-        raise CheckpointError(
-            f"{name} holds GGUF ({gguf}), which is quantized already and not read here; give the model that it was "
-            "made from, in safetensors"
-        )
+    if blocks and not safetensors:
+        if gguf and "quantize_config.json" in files:  # ours
+            return
+        what = "give that file by itself" if gguf else "give the model that it was made from, in safetensors"
+        raise CheckpointError(f"{name} holds GGUF ({blocks}), which is quantized already; {what}")
     if pickle and not safetensors:
         target = str(name) if Path(name).is_dir() else Path(name).name
         save = f"import AutoModelForCausalLM as M; M.from_pretrained({str(name)!r}).save_pretrained({target!r})"

@@ -40,10 +40,10 @@ def learn_block(
     Raises:
         ArchitectureError: A block through which no gradients flow.
     """
-    fit = _Fit(layer, list(solved), streams, processes)
+    fit, layout = _Fit(layer, list(solved), streams, processes), find_format(config.format)
     return learn(
         {name: one.to(processes.device) for name, one in solved.items()},
-        find_format(config.format).snap,
+        None if layout.snaps else layout.snap,  # scales that depend on one another stay
         iterations=config.learn_iterations,
         gradients=fit.gradients,
         score=fit.score,

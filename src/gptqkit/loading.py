@@ -59,7 +59,8 @@ def load(
 
     Args:
         path: A directory in one of `FORMATS`, which gptqkit, GPTQModel, AutoGPTQ, AutoAWQ, optimum or llm-compressor
-            wrote; or the id of such a model on the Hub, which is fetched into the Hub's cache.
+            wrote; a GGUF file, also of llama.cpp's tools; or the id of a model on the Hub, GGUF excepted, which is
+            fetched into the Hub's cache.
         device: "auto" takes the first NVIDIA GPU if there is one, else the CPU.
         backend: "auto" or one of `BACKENDS`. With "auto", a GPU runs the bundled CUDA kernels; where they cannot serve
             a layer, torch does, and the logger warns and says why.
@@ -241,9 +242,9 @@ def load_float(
 
 
 def is_quantized(path_or_id: Path | str) -> bool:
-    """Whether this is a local directory that says it holds a quantized model."""
+    """Whether this is a GGUF file, or a local directory that says it holds a quantized model."""
     path = Path(path_or_id)
-    if (path / "quantize_config.json").exists():
+    if path.is_file() or (path / "quantize_config.json").exists():
         return True
     if not (path / "config.json").exists():
         return False
@@ -279,6 +280,9 @@ def _choose_dtype(dtype: torch.dtype | str, stored: torch.dtype, device: torch.d
 def load_tokenizer(path_or_id: Path | str, *, trust_remote_code: bool) -> Any | None:
     """Return the tokenizer of a model; None where its directory has none."""
     path = Path(path_or_id)
+    if path.is_file():  # GGUF
+        with explain(f"the tokenizer of {path}"):
+            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     if path.is_dir() and not any(file.name.startswith(_TOKENIZER_FILES) for file in path.iterdir()):
         return None
     with explain(f"the tokenizer of {path_or_id}"):

@@ -30,6 +30,7 @@ from .calibration.config import Calibration
 from .calibration.halves import has_two_stacks
 from .errors import DoesNotFitError
 from .evaluating import check_length, default_length
+from .export.formats import find_format
 from .export.shards import JOINED_BYTES
 from .hub import fetch
 from .loading import choose_device
@@ -202,8 +203,8 @@ def estimate(
     needs: dict[str, dict[str, int]] = {"RAM": {**work, **ram} if on_cpu else ram}
     if not on_cpu:
         needs["GPU memory"] = {**work, "hidden states": states * (place == "device")}
-    joined = output * (2 * max(sum(map(_packed_bytes, part)) for part in parts) <= min(run.shard_size, JOINED_BYTES))
-    needs["disk"] = {"checkpoint": output, "small files to be joined": joined, "hidden states": 2 * states * processes}
+    joined = output * _made_again(parts, config, run)
+    needs["disk"] = {"checkpoint": output, "files to be joined": joined, "hidden states": 2 * states * processes}
     return MemoryEstimate(
         needs=needs,
         available={name: machine[name] for name in needs},
@@ -260,6 +261,12 @@ def _bytes(module: nn.Module, dtype: torch.dtype) -> int:
 
 def _weights(target: Target) -> int:
     return target.shape[0] * target.shape[1]
+
+
+def _made_again(parts: Sequence[list[Target]], config: QuantizeConfig, run: Run) -> bool:
+    """Whether other files are made of all parts: small ones are joined, and some formats are one file."""
+    small = 2 * max(sum(map(_packed_bytes, part)) for part in parts) <= min(run.shard_size, JOINED_BYTES)
+    return small or find_format(config.format).finish is not None
 
 
 def _packed_bytes(target: Target) -> int:

@@ -234,6 +234,11 @@ class FloatModel:
         self._check_more_blocks()
         self.empty.check(self._tensors, self.names, [name for name in self._tensors.where if self.names.known(name)])
 
+    @property
+    def tensor_names(self) -> list[str]:
+        """Names of all stored tensors."""
+        return list(self._tensors.where)
+
     def _tile(self) -> Any:
         """Return the rows and columns of FP8 tensors that share a scale, where config.json says so."""
         quantization = read_json(self.path / "config.json").get("quantization_config")

@@ -10,9 +10,10 @@ import copy
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -120,6 +121,32 @@ class Pipeline:
         """Tune the scales of the complete checkpoint in `directory`."""
         work = partial(tune, directory, self.model, self.batches, self.processes)
         return work(epochs=self.config.tune_epochs, dtype=self.dtype, progress=self._progress)
+
+    @torch.no_grad()
+    def sums(self) -> Iterator[tuple[str, torch.Tensor, int]]:
+        """Yield of every Linear in the float model's blocks its stored name, the sums of x_j^2, and tokens."""
+        streams = Streams(self.model, self.batches, self.processes, paired=False, skip=self.config.skip_nonfinite)
+        with self.model.outside(self.device, self.dtype):
+            for layer in range(streams.begin(self.job, self.dtype, self.place), len(self.model.blocks)):
+                streams.enter(layer)
+                with self.model.block(layer, self.device, self.dtype):
+                    pools: dict[Group, InputStatistics] = {}
+                    groups = streams.trace(layer, self.targets[layer])
+                    for portion in portions(groups, self._statistics_bytes, STATISTICS_BYTES):
+                        for measured in streams.collect(layer, portion, pools, None):
+                            yield from self._sums(layer, measured)
+                    streams.advance("hidden", layer, self.model.blocks[layer])
+
+    def _sums(self, layer: int, measured: Measured) -> Iterator[tuple[str, torch.Tensor, int]]:
+        for target in measured.targets:
+            tokens = 0 if measured.statistics is None else measured.statistics.tokens
+            squares = torch.zeros(target.shape[1])
+            if measured.statistics is not None and tokens:  # none may reach an expert
+                squares = measured.statistics.hessian().diagonal().cpu() * tokens
+            self._done += 1
+            step: dict[str, Any] = {"done": self._done, "total": self._total, "layer": layer, "module": target.name}
+            self._progress(Progress(stage="imatrix", **step))
+            yield stored_module(self.model, target.name), squares, tokens
 
     def report(self, name: str, seed: int) -> QuantizationReport:
         """Return the report on the whole, with the name of the model and the seed of its samples."""

@@ -76,6 +76,8 @@ class Saver:
             return
         model = self._model()
         checkpoint = open_checkpoint(self._path)
+        if checkpoint.format.finish is not None:
+            raise ConfigError(f"{self._path} holds a GGUF file, which is not written again; copy that")
         with explain(self._path):
             changed = list(_changes(model, checkpoint))
         if changed:

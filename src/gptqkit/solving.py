@@ -15,7 +15,7 @@ from torch import Tensor
 from .calibration.statistics import InputStatistics
 from .distributed import Processes
 from .errors import GptqkitError, RankError
-from .export.formats import find_format
+from .export.formats import find_snap
 from .quantizer.gptq import output_error, solve_rtn
 from .quantizer.methods import Moments, Solution, find_method
 from .subsets import Subset
@@ -96,7 +96,7 @@ def solve_all(
 
 def _solve(target: Target, weight: Tensor, moments: Moments | None) -> Solved:
     """Solve some rows of one Linear, and compare their output errors with plain rounding's."""
-    config, snap = target.config, find_format(target.config.format).snap
+    config, snap = target.config, find_snap(target.config)
     start = time.perf_counter()
     try:
         solution = find_method(config.method).solve(weight, moments, config, snap)

@@ -17,6 +17,7 @@ from .calibration.halves import has_two_stacks
 from .errors import ArchitectureError, ConfigError, ShapeError
 from .experts import Expert, is_split
 from .export.formats import LayerSpec, find_format
+from .export.recipes import RECIPES, SUPER_BLOCK
 from .export.shards import some
 from .quantizer.config import QuantizeConfig
 
@@ -163,6 +164,7 @@ def find_targets(
             if not is_matrix(module):
                 left[name] = "it computes something else than a Linear does"
                 continue
+            settings = _with_type(settings, name, module, model)
             try:
                 chosen.append(_target(name, inner, module, settings, block, config))
             except ShapeError as error:
@@ -172,6 +174,15 @@ def find_targets(
         reasons = some(f"{name}: {why}" for name, why in left.items())
         raise ArchitectureError(f"no module is left to quantize: {reasons or 'the overrides skip them all'}")
     return targets, left
+
+
+def _with_type(config: QuantizeConfig, name: str, module: nn.Module, model: PreTrainedModel) -> QuantizeConfig:
+    """Return the settings of one Linear, with the type that the format chooses for it."""
+    choose = find_format(config.format).choose
+    if choose is None:
+        return config
+    chosen: QuantizeConfig = choose(config, name, matrix(module).shape[1], model.config.to_dict())
+    return chosen
 
 
 def _target(
@@ -212,13 +223,19 @@ def misfits(targets: list[list[Target]], left: Mapping[str, str], config: Quanti
     if left:
         named = some(f"{name} ({why})" for name, why in left.items())
         lines.append(f"{len(left)} Linears stay in floating point: {named}")
-    smaller = []
+    smaller, narrow = [], []
     for target in [target for of_block in targets for target in of_block]:
         asked = config.for_module(target.name)
+        if asked is not None and asked.type is not None:
+            wide = RECIPES.get(asked.type, asked.type).endswith("_k")
+            narrow += [f"{target.name} ({target.config.type})"] if wide and target.shape[1] % SUPER_BLOCK else []
+            continue
         if asked is not None and asked.group_size != target.config.group_size:
             smaller.append(f"{target.name} ({target.config.group_size} of {target.shape[1]})")
     if smaller:
         lines.append(f"{len(smaller)} Linears take smaller groups, which divide their columns: {some(smaller)}")
+    if narrow:
+        lines.append(f"{len(narrow)} Linears take larger types, their columns being no multiple of 256: {some(narrow)}")
     return lines
 
 
@@ -280,7 +297,9 @@ def find_head(model: PreTrainedModel, config: QuantizeConfig) -> Target | None:
         )
     settings = config.for_module(name)
     try:
-        return None if settings is None else _target(name, "", head, settings, None, config)
+        if settings is None:
+            return None
+        return _target(name, "", head, _with_type(settings, name, head, model), None, config)
     except (ConfigError, ShapeError) as error:
         raise ConfigError(f"lm_head=True, but {name} cannot be packed: {error}; leave lm_head out") from error
 

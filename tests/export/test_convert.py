@@ -104,7 +104,7 @@ def test_what_is_refused_leaves_nothing_behind(material, tmp_path, faulty_disk):
     with pytest.raises(ConversionError, match="is gptq already"):
         convert(source, tmp_path / "out", format="gptq")
     with pytest.raises(ConfigError, match="choose one of gptq, gptq_v2"):
-        convert(source, tmp_path / "out", format="gguf")
+        convert(source, tmp_path / "out", format="exl2")
     for target in (source, source / "inside", tmp_path):
         with pytest.raises(ConfigError, match="lie in one another"):
             convert(source, target, format="gptq_v2", overwrite=True)

@@ -138,5 +138,5 @@ def test_the_format_is_found_as_transformers_finds_it(values, name):
     if name is not None:
         assert declared_format(values, "here") == name
         return
-    with pytest.raises(CheckpointError, match="gptq, gptq_v2, awq, marlin, compressed-tensors are read here"):
+    with pytest.raises(CheckpointError, match="gptq, gptq_v2, awq, marlin, compressed-tensors, gguf are read here"):
         declared_format(values, "here")

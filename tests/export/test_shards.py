@@ -115,7 +115,7 @@ def test_a_file_named_by_its_config_is_preferred_to_others(tmp_path):
     save_file(tensors(100), tmp_path / "gptq_model-4bit-32g.safetensors")
     save_file({"unrelated": torch.zeros(1)}, tmp_path / "other.safetensors")
     assert list(Shards.of_folder(tmp_path, "gptq_model-4bit-32g").where) == ["t0"]
-    with pytest.raises(CheckpointError, match=r"2 safetensors files .* and no index"):
+    with pytest.raises(CheckpointError, match=r"2 files of weights .* and no index"):
         Shards.of_folder(tmp_path, "../elsewhere")
     for name in ("a", "b"):
         (tmp_path / f"{name}.safetensors.index.json").write_text("{}")

@@ -1,0 +1,305 @@
+"""GGUF's block types, to the bit: codes, scales and offsets of a row in blocks of 32 or 256 columns.
+
+A block of a legacy type holds float16 d and, where it has offsets, m: value = d * q + m, or d * (q - 2^(bits - 1)). A
+K-quant's super-block holds one d and, where it has offsets, one dmin, and of every group whole multiples sc and m:
+value = d * sc * q - dmin * m, or d * sc * (q - 2^(bits - 1)). float32 holds every scale and offset exactly, and all
+values are rounded as llama.cpp rounds them, so a `QuantizedWeight` is the same weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..errors import ConversionError
+from ..quantizer.quantized import QuantizedWeight
+from ..quantizer.superblock import Float16Offset, TwoLevel
+from .recipes import GRIDS
+
+_ROWS = 4096  # encoded at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockType:
+    """One type of block.
+
+    Attributes:
+        name: As in the name of its tensors, such as "q4_k".
+        number: ggml's.
+        bits: Bits per code.
+        group_size: Columns that share a scale.
+        sym: Without offsets.
+        fields: Names and bytes of the parts of a block, in order.
+        snap: What its grids can be.
+    """
+
+    name: str
+    number: int
+    bits: int
+    group_size: int
+    sym: bool
+    fields: dict[str, int]
+    snap: Float16Offset | TwoLevel
+
+    @property
+    def columns(self) -> int:
+        """Columns of a block."""
+        return self.snap.columns if isinstance(self.snap, TwoLevel) else self.group_size
+
+    @property
+    def size(self) -> int:
+        """Bytes of a block."""
+        return sum(self.fields.values())
+
+
+_FIELDS = {
+    "q4_0": (2, {"d": 2, "qs": 16}),
+    "q4_1": (3, {"d": 2, "m": 2, "qs": 16}),
+    "q5_0": (6, {"d": 2, "qh": 4, "qs": 16}),
+    "q5_1": (7, {"d": 2, "m": 2, "qh": 4, "qs": 16}),
+    "q8_0": (8, {"d": 2, "qs": 32}),
+    "q2_k": (10, {"scales": 16, "qs": 64, "d": 2, "m": 2}),
+    "q3_k": (11, {"qh": 32, "qs": 64, "scales": 12, "d": 2}),
+    "q4_k": (12, {"d": 2, "m": 2, "scales": 12, "qs": 128}),
+    "q5_k": (13, {"d": 2, "m": 2, "scales": 12, "qh": 32, "qs": 128}),
+    "q6_k": (14, {"qs": 128, "qh": 64, "scales": 16, "d": 2}),
+}
+_SNAPS = {
+    "q2_k": TwoLevel((0, 15), 15),
+    "q3_k": TwoLevel((-32, 31)),
+    "q4_k": TwoLevel((0, 63), 63),
+    "q5_k": TwoLevel((0, 63), 63),
+    "q6_k": TwoLevel((-128, 127)),
+}
+BLOCKS = {
+    name: BlockType(
+        name=name,
+        number=number,
+        bits=GRIDS[name][0],
+        group_size=GRIDS[name][1],
+        sym=GRIDS[name][2],
+        fields=fields,
+        snap=_SNAPS.get(name, Float16Offset()),
+    )
+    for name, (number, fields) in _FIELDS.items()
+}
+"""Every block type that is written and read here, by name."""
+
+# How codes are cut: bits of the low part, then of it and of the high part the shape (pieces, parts that share a byte,
+# bytes of a piece).
+_CODES = {
+    "q4_0": (4, (1, 2, 16), None),
+    "q4_1": (4, (1, 2, 16), None),
+    "q5_0": (4, (1, 2, 16), (4, 8, 1)),
+    "q5_1": (4, (1, 2, 16), (4, 8, 1)),
+    "q8_0": (8, (1, 1, 32), None),
+    "q2_k": (2, (2, 4, 32), None),
+    "q3_k": (2, (2, 4, 32), (1, 8, 32)),
+    "q4_k": (4, (4, 2, 32), None),
+    "q5_k": (4, (4, 2, 32), (1, 8, 32)),
+    "q6_k": (4, (2, 2, 64), (2, 4, 32)),
+}
+
+
+def encode(kind: BlockType, weight: QuantizedWeight) -> Tensor | None:
+    """Return the blocks of a weight on the grid of `kind`, (out, bytes) uint8; None where they cannot hold it exactly.
+
+    Columns are whole blocks, and groups those of the type.
+    """
+    rows, groups = weight.scale.shape
+    parts = []
+    for start in range(0, rows, _ROWS):
+        some = slice(start, start + _ROWS)
+        per_block = kind.columns // kind.group_size
+        scale, offset = (each[some].reshape(-1, per_block) for each in (weight.scale, weight.offset))
+        if kind.sym and not torch.equal(scale * -(2 ** (kind.bits - 1)), offset):
+            return None
+        fields = _encode_grids(kind, scale, offset)
+        if fields is None:
+            return None
+        fields |= _encode_codes(kind, weight.codes[some].reshape(-1, kind.columns))
+        blocks = torch.cat([fields[name] for name in kind.fields], dim=1)
+        parts.append(blocks.view(-1, groups // per_block * kind.size))
+    return torch.cat(parts)
+
+
+def decode(kind: BlockType, blocks: Tensor) -> QuantizedWeight:
+    """Return the weight that blocks, (out, bytes) uint8, hold."""
+    rows = blocks.shape[0]
+    columns = blocks.shape[1] // kind.size * kind.columns
+    sizes = list(kind.fields.values())
+    fields = dict(zip(kind.fields, torch.split(blocks.reshape(-1, kind.size), sizes, dim=1), strict=True))
+    scale, offset = _decode_grids(kind, fields)
+    return QuantizedWeight(
+        codes=_decode_codes(kind, fields).view(rows, columns),
+        scale=scale.view(rows, -1),
+        offset=offset.view(rows, -1),
+        group_index=(torch.arange(columns, device=blocks.device) // kind.group_size).to(torch.int32),
+        bits=kind.bits,
+        group_size=kind.group_size,
+        sym=kind.sym,
+    )
+
+
+def exact_forms(weight: QuantizedWeight) -> Iterator[tuple[BlockType, QuantizedWeight]]:
+    """Yield the block types that may hold a weight exactly, and the same values on their groups and codes.
+
+    First those of its own grid, then the smallest. An integer zero point makes values (code - zero) * scale: whole
+    steps between -2^bits and 2^bits, which a symmetric type of perhaps one more bit holds.
+    """
+    columns = weight.in_features
+    if not weight.trivial_group_index or columns % 32:
+        return
+    for kind in BLOCKS.values():
+        own = (kind.bits, kind.group_size, kind.sym) == (weight.bits, weight.group_size, weight.sym)
+        if own and columns % kind.columns == 0:
+            yield kind, weight
+    if weight.group_size % 32 and weight.group_size < columns:
+        return
+    group = torch.arange(0, columns, 32, device=weight.codes.device) // weight.group_size
+    scale, offset = weight.scale[:, group].contiguous(), weight.offset[:, group].contiguous()
+    index = (torch.arange(columns, device=group.device) // 32).to(torch.int32)
+    base = replace(weight, scale=scale, offset=offset, group_index=index, group_size=32)
+    zero = (-offset / scale).round().nan_to_num(0, 0, 0)
+    whole = torch.equal(-(zero * scale), offset)
+    steps = weight.codes.to(torch.int32) - zero.repeat_interleave(32, 1).to(torch.int32) if whole else None
+    for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"):
+        kind, half = BLOCKS[name], 2 ** (BLOCKS[name].bits - 1)
+        if not kind.sym and kind.bits >= weight.bits:
+            yield kind, replace(base, bits=kind.bits, sym=False)
+        elif kind.sym and steps is not None and -half <= int(steps.min()) <= int(steps.max()) < half:
+            codes = (steps + half).to(torch.uint8)
+            yield kind, replace(base, codes=codes, offset=scale * -half, bits=kind.bits, sym=True)
+
+
+def _encode_grids(kind: BlockType, scale: Tensor, offset: Tensor) -> dict[str, Tensor] | None:
+    """Return d, m and scales of blocks from the scales and offsets of their groups, (blocks, groups)."""
+    if not isinstance(kind.snap, TwoLevel):
+        found = {"d": scale.half()} if kind.sym else {"d": scale.half(), "m": offset.half()}
+        exact = all(
+            torch.equal(found[name].float(), each) for name, each in (("d", scale), ("m", offset)) if name in found
+        )
+        return {name: each.contiguous().view(torch.uint8) for name, each in found.items()} if exact else None
+    scales = _factors(scale, *kind.snap.scales)
+    offsets = None if kind.sym else _factors(-offset, 0, kind.snap.offsets)
+    if scales is None or (offsets is None and not kind.sym):
+        return None
+    fields = {"d": scales[0].view(torch.uint8)}
+    if offsets is not None:
+        fields["m"] = offsets[0].view(torch.uint8)
+    multiples = scales[1]
+    if kind.name == "q2_k" and offsets is not None:
+        fields["scales"] = (multiples | offsets[1] << 4).to(torch.uint8)
+    elif kind.name == "q3_k":
+        high = multiples + 32
+        fields["scales"] = torch.cat([_join(high & 15, (1, 2, 8), 4), _join(high >> 4, (1, 4, 4), 2)], 1)
+    elif kind.name == "q6_k":
+        fields["scales"] = multiples.to(torch.int8).view(torch.uint8)
+    elif offsets is not None:
+        both = torch.stack([multiples, offsets[1]], 1).view(-1, 2, 2, 4)  # sc and m, of the first and last four groups
+        first = both[:, :, 0] | both[:, :, 1] >> 4 << 6
+        last = both[:, 0, 1] & 15 | (both[:, 1, 1] & 15) << 4
+        fields["scales"] = torch.cat([first.flatten(1), last], 1).to(torch.uint8)
+    return fields
+
+
+def _decode_grids(kind: BlockType, fields: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the scales and offsets of groups, (blocks, groups) float32."""
+    unit = fields["d"].contiguous().view(torch.float16).float()
+    floor = fields["m"].contiguous().view(torch.float16).float() if "m" in fields else None
+    if not isinstance(kind.snap, TwoLevel):
+        return unit, unit * -(2 ** (kind.bits - 1)) if floor is None else floor
+    packed = fields["scales"]
+    depth = packed
+    if kind.name == "q2_k":
+        multiple, depth = packed & 15, packed >> 4
+    elif kind.name == "q3_k":
+        multiple = _split(packed[:, :8], (1, 2, 8), 4).short() + 16 * _split(packed[:, 8:], (1, 4, 4), 2) - 32
+    elif kind.name == "q6_k":
+        multiple = packed.contiguous().view(torch.int8)
+    else:
+        first, last = packed[:, :8].reshape(-1, 2, 4), packed[:, 8:]
+        low = torch.stack([last & 15, last >> 4], 1)
+        multiple, depth = torch.cat([first & 63, low | first >> 6 << 4], 2).unbind(1)
+    scale = unit * multiple.float()
+    return scale, scale * -(2 ** (kind.bits - 1)) if floor is None else -(floor * depth.float())
+
+
+def _encode_codes(kind: BlockType, codes: Tensor) -> dict[str, Tensor]:
+    bits, low, high = _CODES[kind.name]
+    if kind.name == "q8_0":
+        return {"qs": codes ^ 128}  # int8
+    fields = {"qs": _join(codes & 2**bits - 1, low, bits)}
+    if high is not None:
+        fields["qh"] = _join(codes >> bits, high, kind.bits - bits)
+    return fields
+
+
+def _decode_codes(kind: BlockType, fields: dict[str, Tensor]) -> Tensor:
+    bits, low, high = _CODES[kind.name]
+    if kind.name == "q8_0":
+        return fields["qs"] ^ 128
+    codes = _split(fields["qs"], low, bits)
+    return codes if high is None else codes | _split(fields["qh"], high, kind.bits - bits) << bits
+
+
+def _join(values: Tensor, shape: tuple[int, int, int], bits: int) -> Tensor:
+    """Return bytes, (blocks, bytes): of (pieces, parts, bytes) the parts share bytes, the first in the lowest bits."""
+    pieces = values.reshape(-1, *shape).to(torch.uint8)
+    joined = torch.zeros_like(pieces[:, :, 0])
+    for part in range(shape[1]):
+        joined |= pieces[:, :, part] << bits * part
+    return joined.flatten(1)
+
+
+def _split(packed: Tensor, shape: tuple[int, int, int], bits: int) -> Tensor:
+    """Return what `_join` joined, (blocks, values)."""
+    pieces = packed.reshape(-1, shape[0], 1, shape[2])
+    shifts = torch.arange(0, bits * shape[1], bits, dtype=torch.uint8, device=packed.device)
+    values: Tensor = pieces >> shifts.view(1, 1, -1, 1) & 2**bits - 1
+    return values.flatten(1)
+
+
+def _factors(values: Tensor, least: int, most: int) -> tuple[Tensor, Tensor] | None:
+    """Return a float16 number per row, (rows, 1), and the whole multiples of it that make `values`; None if none do.
+
+    The largest value is tried as every multiple, beginning with the largest: ours is that.
+    """
+    unit = torch.zeros(len(values), 1, dtype=torch.float16, device=values.device)
+    multiples = torch.zeros_like(values, dtype=torch.int32)
+    left = values.any(1).nonzero().flatten()
+    for times in sorted(range(least, most + 1), key=abs, reverse=True):
+        if not len(left) or not times:
+            break
+        open_values = values[left]
+        widest = open_values.gather(1, open_values.abs().argmax(1, keepdim=True))
+        tried = (widest / times).half()
+        found = (open_values / tried.float()).round()
+        exact = (found * tried.float() == open_values) & (found >= least) & (found <= most)
+        good = exact.all(1)
+        unit[left[good]] = tried[good]
+        multiples[left[good]] = found[good].int()
+        left = left[~good]
+    return None if len(left) else (unit, multiples)
+
+
+def transcribe(weight: QuantizedWeight) -> tuple[BlockType, Tensor]:
+    """Return the block type that holds a weight exactly, and its blocks.
+
+    Raises:
+        ConversionError: None does.
+    """
+    for kind, same in exact_forms(weight):
+        blocks = encode(kind, same)
+        if blocks is not None:
+            return kind, blocks
+    if not weight.trivial_group_index:
+        why = "its groups do not follow the order of the columns (desc_act); quantize with static_groups"
+    elif weight.in_features % 32 or (weight.group_size % 32 and weight.group_size < weight.in_features):
+        why = f"groups of {weight.group_size} in {weight.in_features} columns are not whole blocks of 32"
+    else:
+        why = "no block type holds these scales and zero points; quantize symmetrically, or for the format gguf"
+    raise ConversionError(f"{why}, as GGUF needs it")

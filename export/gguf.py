@@ -1,0 +1,305 @@
+"""GGUF: one file that llama.cpp runs, with the tokenizer and all settings inside.
+
+While a checkpoint is made, a layer is one tensor of safetensors files, `NAME.q4_k` or of another block type, uint8
+(out, bytes): whole blocks as the file will hold them. At the end `write_model` makes model.gguf of it, and `GgufFile`
+(`gguf_file.py`) reads that, or what llama.cpp's tools wrote, under the same names.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import ArchitectureError, CheckpointError, ConfigError, ConversionError, ShapeError
+from ..quantizer.config import QuantizeConfig
+from ..quantizer.gptq import solve_rtn
+from ..quantizer.quantized import QuantizedWeight
+from ..quantizer.superblock import Float16Offset
+from ..version import __version__
+from .blocks import BLOCKS, BlockType, decode, encode, transcribe
+from .formats import Declared, Format, LayerSpec
+from .gguf_file import FLOATS, GgufFile
+from .gguf_model import (
+    Architecture,
+    architecture_of,
+    counts,
+    in_pairs,
+    metadata,
+    module_name,
+    rope_factors,
+    split_name,
+)
+from .gguf_tokenizer import tokenizer_metadata
+from .recipes import RECIPES, TYPES, choose_type
+from .shards import Shards, read_json, same_bits
+
+FILE = "model.gguf"
+
+_FLOATS = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", torch.bfloat16)}
+_KINDS = {kind.number: kind for kind in BLOCKS.values()}
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))  # of metadata, for struct
+_STRING, _ARRAY = 8, 9
+_ROWS = 2048  # of an embedding, rounded at a time
+
+
+def write_model(directory: Path) -> None:
+    """Make model.gguf of the safetensors files, the config and the tokenizer in a directory, and remove the former.
+
+    Embedding and output layer are rounded to the type that the recipe gives them; without a recipe, and all else that
+    is no quantized layer, they stay as they are, vectors in float32. What was written is read back and compared.
+
+    Raises:
+        ConversionError: A tensor that the architecture has no name for, or a tokenizer that is not written here.
+        CheckpointError: A tensor reads back differently.
+    """
+    from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType  # here, because it takes long
+    from transformers import AutoTokenizer
+
+    config, tensors = read_json(directory / "config.json"), Shards.of_folder(directory)
+    architecture, recipe = architecture_of(config), config["quantization_config"].get("type")
+    tokenizer = None
+    if any(directory.glob("tokenizer*")):
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    values = {**metadata(config), **tokenizer_metadata(tokenizer, config["vocab_size"])}
+    sources = _sources(tensors.where, architecture)
+    ready = {name: _Stored(tensors, names, config, recipe) for name, names in sources.items()}
+    factors = rope_factors(config)
+    logging.getLogger("gguf").setLevel(logging.ERROR)
+    writer = GGUFWriter(directory / FILE, architecture.name)
+    writer.add_quantization_version(2)
+    if recipe in RECIPES:
+        writer.add_file_type(LlamaFileType[f"MOSTLY_{recipe}"])
+    for key, value in values.items():
+        _add(writer, key, value)
+    if factors is not None:
+        writer.add_tensor_info("rope_freqs.weight", factors.shape, np.dtype(np.float32), factors.nbytes)
+    for name, each in ready.items():
+        kind = GGMLQuantizationType(each.number)
+        writer.add_tensor_info(name, each.shape, np.dtype(np.uint8), each.nbytes, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    if factors is not None:
+        writer.write_tensor_data(factors.numpy())
+    for each in ready.values():
+        writer.write_tensor_data(each.read(architecture).numpy())
+    writer.close()
+    _check(directory / FILE, tensors, sources, recipe)
+    for file in tensors.files:
+        file.unlink()
+    (directory / "model.safetensors.index.json").unlink(missing_ok=True)
+
+
+class _Stored:
+    """One tensor of a file to be: its type and size, known before it is read, and its bytes.
+
+    Attributes:
+        number: ggml's number of the type.
+        shape: In bytes, as the writer takes it.
+    """
+
+    def __init__(self, tensors: Shards, sources: list[str], config: Mapping[str, Any], recipe: str | None) -> None:
+        self._tensors, self._sources, self._config = tensors, sources, config
+        self._module, _, suffix = sources[0].rpartition(".")
+        metas = [tensors.meta(name) for name in sources]
+        meta = metas[0]
+        if any(each.shape != meta.shape or each.dtype != meta.dtype for each in metas):
+            raise ConversionError(
+                f"{self._module} and others that GGUF stacks differ in shape or type: quantize them alike"
+            )
+        self._kind: BlockType | None = BLOCKS.get(suffix)
+        self._rounded = False
+        columns = meta.shape[-1]
+        if self._kind is None and recipe is not None and meta.dim() == 2 and columns % 32 == 0:
+            place = {"model.embed_tokens": "token_embd", "lm_head": "output"}.get(self._module)
+            if place is not None:
+                tied = place == "token_embd" and "lm_head.weight" not in tensors.where
+                name = choose_type(recipe, "output" if tied else place, columns)
+                self._kind, self._rounded = BLOCKS[name], True
+        if self._kind is None:
+            self._dtype = meta.dtype if meta.dim() == 2 and "gate_inp" not in str(sources) else torch.float32
+            if self._dtype not in (each for each in FLOATS.values()):
+                raise ConversionError(f"{sources[0]} is {self._dtype}, which is not written as GGUF here")
+            self.number = next(number for number, dtype in FLOATS.items() if dtype == self._dtype)
+            width = columns * self._dtype.itemsize
+        else:
+            self.number = self._kind.number
+            width = columns // self._kind.columns * self._kind.size if self._rounded else columns
+        self.shape = (*meta.shape[:-1], width)
+        if len(sources) > 1:
+            self.shape = (len(sources), *self.shape)
+        self.nbytes = math.prod(self.shape)
+
+    def read(self, architecture: Architecture) -> Tensor:
+        """Return the bytes, rows in the order of llama.cpp, uint8."""
+        parts = [self._tensors.get(name) for name in self._sources]
+        whole = torch.stack(parts) if len(parts) > 1 else parts[0]
+        if self._rounded and self._kind is not None:
+            whole = rounded(whole, self._kind)
+        elif self._kind is None:
+            whole = (whole + architecture.shift if architecture.shift and "norm" in self._module else whole).to(
+                self._dtype
+            )
+        last = self._module.rpartition(".")[2]
+        heads, shared = self._config["num_attention_heads"], self._config.get("num_key_value_heads")
+        if architecture.rotated and last in ("q_proj", "k_proj"):
+            whole = in_pairs(whole, heads if last == "q_proj" else shared or heads)
+        return whole.contiguous().view(torch.uint8).view(self.shape)
+
+
+def rounded(weight: Tensor, kind: BlockType) -> Tensor:
+    """Return a matrix, (out, in) in any float dtype, rounded to blocks, (out, bytes) uint8."""
+    how = QuantizeConfig(method="rtn", grid="mse", format="gguf").with_type(kind.name)
+    parts = []
+    for start in range(0, weight.shape[0], _ROWS):
+        solved = solve_rtn(weight[start : start + _ROWS].float(), None, how, kind.snap).weight
+        blocks = encode(kind, solved)
+        if blocks is None:
+            raise ConversionError(f"rows {start} and after do not fit into blocks {kind.name}; report this model")
+        parts.append(blocks)
+    return torch.cat(parts)
+
+
+def _sources(names: Iterable[str], architecture: Architecture) -> dict[str, list[str]]:
+    """Return what a file is to hold of stored tensors, by llama.cpp's names: each of one, or of those of all experts.
+
+    Raises:
+        ConversionError: A tensor for which there is no name.
+    """
+    found: dict[str, dict[int, str]] = {}
+    for name in names:
+        module, _, suffix = name.rpartition(".")
+        place = split_name(module, architecture.modules)
+        if name.endswith(".rotary_emb.inv_freq"):  # which every model makes by itself
+            continue
+        if place is None:
+            raise ConversionError(f"{name} has no name in llama.cpp's {architecture.name}; choose another format")
+        written = f"{place[0]}.{'bias' if suffix == 'bias' else 'weight'}"
+        found.setdefault(written, {})[place[1] or 0] = name
+    return {written: [sources[number] for number in sorted(sources)] for written, sources in found.items()}
+
+
+def _check(file: Path, tensors: Shards, sources: Mapping[str, list[str]], recipe: str | None) -> None:
+    """Compare what was written with what was to be written, but for what was rounded on the way."""
+    found = GgufFile(file)
+    for name in (name for names in sources.values() for name in names):
+        module, _, suffix = name.rpartition(".")
+        stem, expert = split_name(module, found.architecture.modules) or ("", None)
+        if recipe is not None and suffix == "weight" and module in ("model.embed_tokens", "lm_head"):
+            continue
+        read = found.get_tensor(f"{str(module_name(stem, found.architecture.modules)).format(expert)}.{suffix}")
+        wanted = tensors.get(name).to(read.dtype)
+        if found.architecture.shift and "norm" in module:
+            wanted = wanted + found.architecture.shift - found.architecture.shift
+        if not same_bits(read, wanted):
+            raise CheckpointError(f"{name} in {file} reads back differently; disk or memory is faulty")
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def choose(config: QuantizeConfig, name: str, columns: int, model_config: Mapping[str, Any]) -> QuantizeConfig:
+    """Return the settings of one Linear with the block type that the recipe gives it.
+
+    Raises:
+        ConfigError: No recipe is given.
+        ArchitectureError: A model that is not written here.
+    """
+    if config.type is None:
+        raise ConfigError(f"the format gguf needs a type, such as Q4_K_M: one of {', '.join(TYPES)}")
+    place = split_name(name, architecture_of(model_config).modules)
+    if place is None:
+        raise ArchitectureError(
+            f"{name} has no name in llama.cpp's {model_config['model_type']}; choose another format"
+        )
+    *block, stem = place[0].split(".")
+    layer = int(block[1]) if block else 0
+    return config.with_type(choose_type(config.type, stem, columns, layer=layer, **counts(model_config)))
+
+
+def accept(model_config: Mapping[str, Any], tokenizer: Any, names: Iterable[str]) -> None:
+    """Raise ArchitectureError or ConversionError for a model, or a tokenizer, that cannot be written."""
+    _sources(names, architecture_of(model_config))
+    metadata(model_config)
+    tokenizer_metadata(tokenizer, model_config["vocab_size"])
+
+
+def _check_shape(spec: LayerSpec) -> None:
+    if spec.in_features % 32:
+        raise ShapeError(f"it has {spec.in_features} columns, and GGUF's blocks need multiples of 32")
+
+
+def _pack(weight: QuantizedWeight) -> dict[str, Tensor]:
+    kind, blocks = transcribe(weight)
+    return {kind.name: blocks}
+
+
+def _spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> LayerSpec:  # noqa: ARG001
+    """Return what a layer's blocks are, by their type and shape; CheckpointError where they cannot be."""
+    (key, blocks), *more = ((key, tensor) for key, tensor in tensors.items() if key in BLOCKS)
+    kind = BLOCKS[key]
+    if more or blocks.dtype != torch.uint8 or blocks.ndim != 2 or not blocks.numel() or blocks.shape[1] % kind.size:
+        raise CheckpointError(
+            f"{name}.{key} is {blocks.dtype} {tuple(blocks.shape)}; one tensor of whole blocks of {kind.size} bytes is "
+            "needed: fetch the file again"
+        )
+    columns = blocks.shape[1] // kind.size * kind.columns
+    own: dict[str, Any] = {"bits": kind.bits, "group_size": kind.group_size, "sym": kind.sym, "act_order": False}
+    return LayerSpec(in_features=columns, out_features=blocks.shape[0], **own)
+
+
+def _unpack(name: str, tensors: Mapping[str, Tensor], spec: LayerSpec) -> QuantizedWeight:  # noqa: ARG001
+    key = next(key for key in tensors if key in BLOCKS)
+    weight = decode(BLOCKS[key], tensors[key])
+    if not (weight.scale.isfinite().all() and weight.offset.isfinite().all()):
+        raise CheckpointError(f"{name}.{key} holds NaN or infinity; fetch the file again or quantize again")
+    return weight
+
+
+def _write_config(config: QuantizeConfig, layers: Mapping[str, LayerSpec], matrices: Sequence[str]) -> dict[str, Any]:  # noqa: ARG001
+    """Return the quantization config of a folder with a GGUF file, which says everything itself."""
+    common = {name: getattr(config, name) for name in ("type", "bits", "sym")}
+    size = -1 if config.group_size is None else config.group_size
+    meta = {"quantizer": [f"gptqkit:{__version__}"], "gptqkit": config.to_dict()}
+    return {"quant_method": "gguf", **common, "group_size": size, "meta": meta}
+
+
+def _read_config(values: Mapping[str, Any], where: str) -> Declared:
+    bits, size = values.get("bits"), values.get("group_size")
+    if type(bits) is not int or type(size) is not int:
+        raise CheckpointError(f"{where}: bits or group_size is missing; fetch config.json again")
+    common: dict[str, Any] = {"bits": bits, "group_size": None if size == -1 else size, "sym": bool(values.get("sym"))}
+    return Declared(format="gguf", desc_act=False, writer=f"gptqkit:{__version__}", **common)
+
+
+GGUF = Format(
+    suffixes=tuple(BLOCKS),
+    snap=Float16Offset(),
+    check=_check_shape,
+    pack=_pack,
+    spec=_spec,
+    unpack=_unpack,
+    write_config=_write_config,
+    read_config=_read_config,
+    snaps={name: kind.snap for name, kind in BLOCKS.items()},
+    choose=choose,
+    accept=accept,
+    finish=write_model,
+)

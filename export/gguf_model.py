@@ -1,0 +1,297 @@
+"""What GGUF calls the architectures that are written and read here, their tensors and their settings.
+
+llama.cpp has a program of its own for every architecture, so here, and only here, is a table of them; any other one is
+refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ArchitectureError
+
+_OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_ATTENTION = {
+    f"self_attn.{key}_proj": f"attn_{name}" for key, name in zip("qkvo", ("q", "k", "v", "output"), strict=True)
+}
+_QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+_NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+_MLP = {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
+_EXPERTS = {
+    "mlp.gate": "ffn_gate_inp",
+    **{f"mlp.experts.{{}}.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
+}
+_MIXTRAL = {
+    **_EXPERTS,
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    **{
+        f"block_sparse_moe.experts.{{}}.{w}": f"ffn_{part}_exps"
+        for w, part in zip(("w1", "w2", "w3"), ("gate", "down", "up"), strict=True)
+    },
+}
+_GEMMA = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_BLOCK = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_STEM = re.compile(r"blk\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One architecture.
+
+    Attributes:
+        name: llama.cpp's.
+        modules: In a block: llama.cpp's name by that of transformers; "{}" is the number of an expert. Of several names
+            for one, the first is read.
+        rotated: Rows of query and key stand in pairs (i, i + 1), in transformers in halves (i, i + D / 2).
+        shift: Norms are stored larger by this.
+        expected: Settings that llama.cpp takes for granted: any other value is refused.
+        more: Further metadata, from the config.
+    """
+
+    name: str
+    modules: Mapping[str, str]
+    rotated: bool = False
+    shift: float = 0.0
+    expected: Mapping[str, Any] = field(default_factory=dict)
+    more: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
+
+
+def _mixture(config: Mapping[str, Any]) -> dict[str, Any]:
+    values = {"expert_count": _experts(config), "expert_used_count": config["num_experts_per_tok"]}
+    own = config["moe_intermediate_size"] if config["model_type"] == "qwen3_moe" else None
+    return values if own is None else {**values, "expert_feed_forward_length": own}
+
+
+def _experts(config: Mapping[str, Any]) -> int:
+    return config.get("num_local_experts") or config.get("num_experts") or 0
+
+
+def _gemma3(config: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = config.get("layer_types") or []
+    if kinds != ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(len(kinds))]:
+        raise ArchitectureError(
+            "layer_types differ; llama.cpp runs gemma3 with every sixth layer attending to all only"
+        )
+    return {"attention.sliding_window": config["sliding_window"]}
+
+
+def _gemma2(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "attn_logit_softcapping": float(config["attn_logit_softcapping"] or 0),
+        "final_logit_softcapping": float(config["final_logit_softcapping"] or 0),
+        "attention.sliding_window": config["sliding_window"],
+    }
+
+
+_LLAMA = {**_NORMS, **_ATTENTION, **_MLP}
+_SILU = {"hidden_act": "silu"}
+ARCHITECTURES = {
+    "llama": Architecture(name="llama", modules=_LLAMA, rotated=True, expected=_SILU),
+    "mistral": Architecture(name="llama", modules=_LLAMA, rotated=True, expected=_SILU),
+    "mixtral": Architecture(
+        name="llama", modules={**_NORMS, **_ATTENTION, **_MIXTRAL}, rotated=True, expected=_SILU, more=_mixture
+    ),
+    "qwen2": Architecture(name="qwen2", modules=_LLAMA, expected={**_SILU, "use_sliding_window": False}),
+    "qwen3": Architecture(
+        name="qwen3", modules={**_LLAMA, **_QK_NORMS}, expected={**_SILU, "use_sliding_window": False}
+    ),
+    "qwen3_moe": Architecture(
+        name="qwen3moe",
+        modules={**_NORMS, **_ATTENTION, **_QK_NORMS, **_EXPERTS},
+        expected={
+            **_SILU,
+            "use_sliding_window": False,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [],
+            "decoder_sparse_step": 1,
+        },
+        more=_mixture,
+    ),
+    "gemma2": Architecture(
+        name="gemma2",
+        modules={**_GEMMA, **_ATTENTION, **_MLP},
+        shift=1.0,
+        expected={"hidden_activation": "gelu_pytorch_tanh"},
+        more=_gemma2,
+    ),
+    "gemma3_text": Architecture(
+        name="gemma3",
+        modules={**_GEMMA, **_ATTENTION, **_QK_NORMS, **_MLP},
+        shift=1.0,
+        expected={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "use_bidirectional_attention": False,
+        },
+        more=_gemma3,
+    ),
+    "phi3": Architecture(
+        name="phi3",
+        modules={
+            **_NORMS,
+            "self_attn.qkv_proj": "attn_qkv",
+            "self_attn.o_proj": "attn_output",
+            "mlp.gate_up_proj": "ffn_up",
+            "mlp.down_proj": "ffn_down",
+        },
+        expected=_SILU,
+    ),
+}
+"""By transformers' `model_type`."""
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture:
+    """Return the architecture that a config.json describes.
+
+    Raises:
+        ArchitectureError: None that is written here, or settings that llama.cpp does not have.
+    """
+    kind = config.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise ArchitectureError(
+            f"models of the type {kind!r} are not written as GGUF here; {', '.join(ARCHITECTURES)} are. Choose another "
+            "format"
+        )
+    found = ARCHITECTURES[kind]
+    for key, value in found.expected.items():
+        if config.get(key, value) not in (value, None):
+            raise ArchitectureError(f"{key} is {config[key]!r}; llama.cpp runs {kind} with {value!r} only")
+    _rope(config)
+    if kind in ("gemma2", "gemma3_text") and config["query_pre_attn_scalar"] != config["head_dim"]:
+        raise ArchitectureError("query_pre_attn_scalar differs from head_dim; llama.cpp takes head_dim")
+    return found
+
+
+def counts(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return what recipes must know of a model: blocks, experts, and queries that share a key."""
+    heads = config["num_attention_heads"]
+    return {
+        "layers": config["num_hidden_layers"],
+        "experts": _experts(config),
+        "shared_by": heads // (config.get("num_key_value_heads") or heads),
+    }
+
+
+def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a model as llama.cpp reads them, by key, but for those of the tokenizer.
+
+    Raises:
+        ArchitectureError: As `architecture_of`, or settings are missing.
+    """
+    found = architecture_of(config)
+    try:
+        values = _values(config, found)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArchitectureError(f"config.json lacks settings that GGUF needs ({error}); fetch it again") from error
+    return {f"{found.name}.{key}": value for key, value in values.items()}
+
+
+def _values(config: Mapping[str, Any], found: Architecture) -> dict[str, Any]:
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    size = config.get("head_dim") or width // heads
+    window = config.get("sliding_window") if config["model_type"] in ("mistral", "mixtral", "phi3") else None
+    return {
+        "vocab_size": config["vocab_size"],
+        # llama.cpp knows no sliding window here; within it nothing is different
+        "context_length": min(config["max_position_embeddings"], window or config["max_position_embeddings"]),
+        "embedding_length": width,
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config.get("num_key_value_heads") or heads,
+        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "rope.dimension_count": int(size * _rope_settings(config)[0].get("partial_rotary_factor", 1.0)),
+        **_rope(config),
+        **found.more(config),
+    }
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of rotary positions."""
+    rope, kind = _rope_settings(config)
+    values: dict[str, Any] = {"rope.freq_base": rope["rope_theta"]}
+    if kind in ("linear", "yarn"):
+        values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+    if kind == "yarn":
+        values["rope.scaling.original_context_length"] = int(rope["original_max_position_embeddings"])
+    if kind not in ("default", "linear", "yarn", "llama3"):
+        raise ArchitectureError(
+            f"rotary positions of the type {kind!r} are not written as GGUF here; choose another format"
+        )
+    return values
+
+
+def _rope_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the settings of rotary positions, as versions of transformers call them, and their type."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    local = rope.get("sliding_attention") or {}
+    rope = rope.get("full_attention") or rope  # gemma3
+    if local and (local.get("rope_theta"), local.get("rope_type")) != (10000.0, "default"):
+        raise ArchitectureError(f"rope_theta of sliding attention is {local.get('rope_theta')}; llama.cpp takes 10000")
+    base = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    return {**rope, "rope_theta": base}, str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def rope_factors(config: Mapping[str, Any]) -> Tensor | None:
+    """Return what llama.cpp divides the rotary frequencies by, (head_dim / 2,) float32, for Llama 3.1's rope."""
+    rope, kind = _rope_settings(config)
+    if kind != "llama3":
+        return None
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    length = 2 * math.pi * rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+    factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    smooth = (rope["original_max_position_embeddings"] / length - low) / (high - low)
+    smooth = smooth.clamp(0, 1)
+    factors: Tensor = 1 / ((1 - smooth) / factor + smooth)
+    return factors.float()
+
+
+def split_name(name: str, modules: Mapping[str, str]) -> tuple[str, int | None] | None:
+    """Return llama.cpp's name of a module, and the number of the expert that it is; None where it has none.
+
+    >>> split_name("model.layers.3.mlp.experts.7.up_proj", _EXPERTS)
+    ('blk.3.ffn_up_exps', 7)
+    """
+    if name in _OUTSIDE:
+        return _OUTSIDE[name], None
+    found = _BLOCK.fullmatch(name)
+    expert = re.search(r"(?<=\.experts\.)\d+", found[2]) if found else None
+    stem = modules.get(re.sub(r"(?<=\.experts\.)\d+", "{}", found[2])) if found else None
+    return (f"blk.{found[1]}.{stem}", int(expert[0]) if expert else None) if found and stem else None
+
+
+def module_name(name: str, modules: Mapping[str, str]) -> str | None:
+    """Return the module that llama.cpp calls `name`, with "{}" for the number of an expert; None where there is none.
+
+    >>> module_name("blk.3.ffn_up_exps", _EXPERTS), module_name("token_embd", {})
+    ('model.layers.3.mlp.experts.{}.up_proj', 'model.embed_tokens')
+    """
+    found = _STEM.fullmatch(name)
+    table = modules if found else _OUTSIDE
+    inner = next((module for module, stem in table.items() if stem == (found[2] if found else name)), None)
+    return f"model.layers.{found[1]}.{inner}" if found and inner else inner
+
+
+def in_pairs(rows: Tensor, heads: int) -> Tensor:
+    """Return the rows of a query or key projection, (out, ...), as llama.cpp rotates them: halves become pairs."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def in_halves(rows: Tensor, heads: int) -> Tensor:
+    """Return what `in_pairs` was given."""
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

@@ -1,0 +1,238 @@
+"""GGUF files as other programs read them: the `gguf` package, and transformers with `gguf_file`."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf import GGUFReader
+
+import gptqkit
+from gptqkit.errors import ArchitectureError, CheckpointError, ConfigError, ConversionError
+from support.gguf_files import NARROW, QWEN2, VOCAB, build, save, sentence_pieces, tensors, tokenizer, tokens
+from support.pipeline import quantize
+
+
+def field(file, key):
+    return GGUFReader(file).fields[key].contents()
+
+
+def decoded(model, name):
+    """A weight of a loaded model, in float32."""
+    module = model.get_submodule(name)
+    return module.dequantize(torch.float32) if hasattr(module, "dequantize") else module.weight
+
+
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("Q3_K_M", "Q5_1")]
+
+
+@pytest.mark.parametrize("kind", ["Q4_K_M", "Q2_K", *SLOW])
+def test_transformers_reads_the_file_as_we_read_the_folder(tmp_path, kind):
+    save(build(), tmp_path / "float")
+    more = {"learn_iterations": 3} if kind == "Q2_K" else {}  # moves codes, and leaves two-level scales alone
+    result = quantize(tmp_path / "float", tmp_path / "out", tokens(), type=kind, group_size=128, sym=True, **more)
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    ours, own = gptqkit.load(tmp_path / "out", device="cpu", dtype="float32")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf")
+    alone, words = gptqkit.load(tmp_path / "out" / "model.gguf", device="cpu", dtype="float32")
+    ids = tokens().input_ids
+    with torch.no_grad():
+        expected = theirs(ids).logits
+        for model in (ours, alone):
+            assert torch.allclose(model(ids).logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    for text in ("the lazy dog's 12  \u00e9t\u00e9\n", "<s>it</s>"):
+        assert words(text)["input_ids"] == own(text)["input_ids"]
+    types = {name: kind for name, (_, kind) in tensors(tmp_path / "out" / "model.gguf").items()}
+    for module in result.report.modules:
+        stem = {"v_proj": "attn_v", "down_proj": "ffn_down"}.get(module.name.rpartition(".")[2])
+        if stem:
+            expected = {"Q4_K_M": "Q6_K" if module.layer else "Q4_K", "Q3_K_M": None, "Q2_K": "Q3_K", "Q5_1": "Q5_1"}[
+                kind
+            ]
+            assert expected in (types[f"blk.{module.layer}.{stem}.weight"], None)
+    assert types["output.weight"] == "Q6_K"
+    assert types["output_norm.weight"] == "F32"
+    assert field(tmp_path / "out" / "model.gguf", "general.architecture") == "llama"
+
+
+MODELS = {
+    "Mistral": {"sliding_window": None},
+    "Qwen2": {},
+    "Qwen3": {"tie_word_embeddings": True, "head_dim": 128},  # transformers reads no other size of heads
+    "Gemma2": {"query_pre_attn_scalar": 256, "head_dim": 256, "sliding_window": 32},
+    "Gemma3Text": {"query_pre_attn_scalar": 256, "head_dim": 256, "sliding_window": 8, "sliding_window_pattern": 6},
+    "Phi3": {"pad_token_id": 0, "sliding_window": None, "head_dim": 16},
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen3Moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 128,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+    "Llama": {
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_architectures(tmp_path, kind):
+    """Ours is read back to the bit by us, and to the same logits by transformers, where that knows the architecture."""
+    model = build(kind, **{**NARROW, **MODELS[kind]})
+    save(model, tmp_path / "float")
+    quantize(tmp_path / "float", tmp_path / "out", tokens(2, 16), type="Q8_0", method="rtn", group_size=128, sym=True)
+    ours, _ = gptqkit.load(tmp_path / "out", device="cpu", dtype="float32")
+    ids = tokens().input_ids[:1, :16]
+    with torch.no_grad():
+        found, before = ours(ids).logits, model(ids).logits
+        assert 0 < (found - before).norm() / before.norm() < 0.05
+        if kind not in ("Llama", "Mixtral", "Phi3"):
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf")
+            assert torch.allclose(theirs(ids).logits, found, rtol=0, atol=1e-5 * float(found.abs().max()))
+
+
+def test_conversion_is_exact_and_goes_back(tmp_path):
+    save(build(**NARROW), tmp_path / "float")
+    settings = {"bits": 4, "group_size": 32, "sym": True, "method": "rtn", "format": "gptq_v2"}
+    quantize(tmp_path / "float", tmp_path / "gptq", tokens(), **settings)
+    gptqkit.convert(tmp_path / "gptq", tmp_path / "gguf", format="gguf")
+    gptqkit.convert(tmp_path / "gguf", tmp_path / "back", format="gptq_v2")
+    before, after = (gptqkit.open_checkpoint(tmp_path / name) for name in ("gptq", "back"))
+    assert before.layers == after.layers
+    for name in before.layers:
+        for part in ("codes", "scale", "offset"):
+            assert torch.equal(getattr(before.weight(name), part), getattr(after.weight(name), part))
+    found = tensors(tmp_path / "gguf" / "model.gguf")
+    assert found["blk.1.ffn_up.weight"][1] == "Q4_0"
+    assert found["token_embd.weight"][1] == "F32"
+    wanted = before.weight("model.layers.1.mlp.up_proj").dequantize()
+    assert torch.equal(found["blk.1.ffn_up.weight"][0], wanted)
+    query = before.weight("model.layers.0.self_attn.q_proj").dequantize()
+    stored = found["blk.0.attn_q.weight"][0]
+    assert not torch.equal(stored, query)  # as transformers rotates it: llama.cpp would load that without a word
+    pairs = [head * 16 + half * 8 + row for head in range(4) for row in range(8) for half in range(2)]
+    assert torch.equal(stored, query[pairs])
+    summary = gptqkit.inspect(tmp_path / "gguf")
+    assert (summary.format, summary.bits, summary.quantized_layers) == ("gguf", {4: 14}, 14)
+    assert summary.packed_bytes == summary.quantized_weights * 18 // 32
+    size = (tmp_path / "gguf" / "model.gguf").stat().st_size
+    assert 0 < size - summary.packed_bytes - summary.other_bytes < 20000  # metadata
+    assert [reader.name for reader in summary.readers if reader.loads] == ["gptqkit", "llama.cpp"]
+    assert "GGUF" in (tmp_path / "gguf" / "README.md").read_text()
+
+
+def test_what_gptq_cannot_hold_does_not_go_back(tmp_path):
+    save(build(num_hidden_layers=1), tmp_path / "float")
+    quantize(tmp_path / "float", tmp_path / "out", tokens(2), type="q4_k", method="rtn", group_size=128, sym=True)
+    with pytest.raises(ConversionError, match="no integer zero point"):
+        gptqkit.convert(tmp_path / "out", tmp_path / "gptq", format="gptq_v2")
+    model, _ = gptqkit.load(tmp_path / "out", device="cpu")
+    with pytest.raises(ConfigError, match="copy that"):
+        model.save_pretrained(tmp_path / "again")
+
+
+@pytest.mark.parametrize("pattern", [None, QWEN2])
+def test_the_tokenizer_is_in_the_file(tmp_path, pattern):
+    save(build(**{**NARROW, "num_hidden_layers": 1}), tmp_path / "float", pattern)
+    quantize(tmp_path / "float", tmp_path / "out", tokens(2), type="Q8_0", method="rtn", group_size=128, sym=True)
+    file = tmp_path / "out" / "model.gguf"
+    own = tokenizer(pattern)
+    assert field(file, "tokenizer.ggml.pre") == ("qwen2" if pattern else "gpt-2")
+    listed = field(file, "tokenizer.ggml.tokens")
+    assert [listed[number] for number in range(len(own))] == own.convert_ids_to_tokens(list(range(len(own))))
+    assert len(listed) == VOCAB
+    kinds = field(file, "tokenizer.ggml.token_type")
+    assert (kinds[0], kinds[5], kinds[-1]) == (3, 1, 5)  # control, normal, unused
+    assert field(file, "tokenizer.ggml.bos_token_id") == 0
+
+
+def test_sentence_pieces_are_read_as_the_same_tokenizer(tmp_path):
+    own = sentence_pieces()
+    save(build(**{**NARROW, "num_hidden_layers": 1}), tmp_path / "float", own)
+    quantize(tmp_path / "float", tmp_path / "out", tokens(2), type="Q8_0", method="rtn", group_size=128, sym=True)
+    file = tmp_path / "out" / "model.gguf"
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", gguf_file="model.gguf")
+    for text in ("the lazy dog", "quick brown foxes, 1234", "it's  true"):
+        assert theirs(text, add_special_tokens=False)["input_ids"] == own(text)["input_ids"]
+    assert field(file, "tokenizer.ggml.add_space_prefix") is True
+    kinds = field(file, "tokenizer.ggml.token_type")
+    assert kinds[:4] == [2, 3, 3, 6]  # unknown, control, byte
+    assert kinds[260] == 1
+
+
+def test_models_and_tokenizers_that_are_not_written_are_refused_before_any_work(tmp_path):
+    save(build("StableLm", **NARROW), tmp_path / "phi")
+    with pytest.raises(
+        ArchitectureError, match="models of the type 'stablelm' are not written as GGUF here; llama, mistral"
+    ):
+        quantize(tmp_path / "phi", tmp_path / "out", tokens(), type="Q4_0", group_size=128, sym=True)
+    save(build(**NARROW, hidden_act="gelu"), tmp_path / "gelu")
+    with pytest.raises(ArchitectureError, match=r"hidden_act is 'gelu'; llama\.cpp runs llama with 'silu' only"):
+        quantize(tmp_path / "gelu", tmp_path / "out", tokens(), type="Q4_0", group_size=128, sym=True)
+    save(build(**NARROW), tmp_path / "words", r"\w+")
+    with pytest.raises(ConversionError, match=r"BPE with the pre-tokenizer Split\+ByteLevel.* is not written as GGUF"):
+        quantize(tmp_path / "words", tmp_path / "out", tokens(), type="Q4_0", group_size=128, sym=True)
+    for file in (tmp_path / "words").glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ConversionError, match="there is no tokenizer"):
+        quantize(tmp_path / "words", tmp_path / "out", tokens(), type="Q4_0", group_size=128, sym=True)
+    save(build(**NARROW), tmp_path / "float")
+    with pytest.raises(ConfigError, match="needs a type, such as Q4_K_M"):
+        quantize(tmp_path / "float", tmp_path / "out", tokens(), format="gguf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_importance_matrix_is_the_sum_of_squares_of_inputs(tmp_path):
+    model = build("Mixtral", **NARROW, num_local_experts=4)
+    save(model, tmp_path / "float")
+    calibration = gptqkit.Calibration(tokens().input_ids)
+    gptqkit.imatrix(tmp_path / "float", calibration, tmp_path / "imatrix.gguf", run={"device": "cpu"})
+    seen = {}
+
+    def record(name):
+        return lambda _, inputs: seen.setdefault(name, []).append(inputs[0].detach().reshape(-1, 64))
+
+    for name in ("self_attn.v_proj", "post_attention_layernorm"):
+        model.get_submodule(f"model.layers.1.{name}").register_forward_pre_hook(record(name))
+    with torch.no_grad():
+        model(tokens().input_ids)
+    found = {each.name: each.data for each in GGUFReader(tmp_path / "imatrix.gguf").tensors}
+    rows = torch.cat(seen["self_attn.v_proj"])
+    assert found["blk.1.attn_v.weight.in_sum2"].shape == (1, 64)
+    assert np.allclose(found["blk.1.attn_v.weight.in_sum2"][0], rows.square().sum(0), rtol=1e-4)
+    assert found["blk.1.attn_v.weight.counts"].tolist() == [[len(rows)]]
+    assert found["blk.1.ffn_down_exps.weight.in_sum2"].shape == (4, 96)
+    assert found["blk.1.ffn_gate_exps.weight.counts"].sum() == 2 * len(rows)
+    assert field(tmp_path / "imatrix.gguf", "general.type") == "imatrix"
+    assert field(tmp_path / "imatrix.gguf", "imatrix.chunk_count") == 6
+    with pytest.raises(gptqkit.OutputExistsError):
+        gptqkit.imatrix(tmp_path / "float", calibration, tmp_path / "imatrix.gguf")
+
+
+def test_llama3_frequencies_are_those_of_transformers(tmp_path):
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 32, "rope_theta": 10000.0}
+    model = build(**{**NARROW, "num_hidden_layers": 1}, rope_parameters=rope)
+    save(model, tmp_path / "float")
+    quantize(tmp_path / "float", tmp_path / "out", tokens(2), type="Q8_0", method="rtn", group_size=128, sym=True)
+    plain = 10000.0 ** (-torch.arange(0, 16, 2) / 16)
+    found = tensors(tmp_path / "out" / "model.gguf")["rope_freqs.weight"][0]
+    assert torch.allclose(plain / found, model.model.rotary_emb.inv_freq, rtol=1e-5)
+
+
+def test_the_folder_is_checked_like_any_other(tmp_path):
+    save(build(**{**NARROW, "num_hidden_layers": 1}), tmp_path / "float")
+    quantize(tmp_path / "float", tmp_path / "out", tokens(2), type="Q4_0", method="rtn", group_size=128, sym=True)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    shutil.copytree(tmp_path / "out", tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "intermediate_size": 128}))
+    with pytest.raises(CheckpointError, match=r"96"):
+        gptqkit.load(tmp_path / "other", device="cpu")
+    scores = gptqkit.evaluate(tmp_path / "out" / "model.gguf", tokens().input_ids, {"sequence_length": 24})
+    assert (
+        scores.perplexity == gptqkit.evaluate(tmp_path / "out", tokens().input_ids, {"sequence_length": 24}).perplexity
+    )
