@@ -168,6 +168,8 @@ class QuantizeConfig:
             raise ConfigError(f"learn_iterations is {self.learn_iterations}; give 0 for none, or such as 40 or 200")
         if self.target_bits is not None and not 2 < self.target_bits < 9:
             raise ConfigError(f"target_bits is {self.target_bits}; give an average between 2 and 9, such as 3.25")
+        if self.target_bits is not None and self.format == "gguf":
+            raise ConfigError("target_bits and gguf's types both choose bits; leave one out")
         if self.tune_epochs < 0:
             raise ConfigError(f"tune_epochs is {self.tune_epochs}; give 0 for none, or such as 2")
         if self.tune_epochs and self.type is not None:
