@@ -85,7 +85,7 @@ def values(kind, field):
     elif "choices" in field.metadata:
         yield from ((value, [option, str(value)]) for value in field.metadata["choices"] if value != field.default)
     else:
-        value = {int: 7, float: 0.5, str: "name"}[kinds.pop()]
+        value = {int: 7, float: 3.5 if field.name == "target_bits" else 0.5, str: "name"}[kinds.pop()]
         yield value, [option, str(value)]
 
 

@@ -106,7 +106,7 @@ def killable(models, case, out, moment, log):
 @pytest.mark.parametrize(
     ("case", "every"),
     [
-        ("disk", 11),
+        ("disk", 23),
         *(pytest.param(case, 1, marks=pytest.mark.slow) for case in ("gptaq", "disk", "experts", "rtn")),
         pytest.param("two stacks", 5, marks=pytest.mark.slow),
     ],

@@ -13,6 +13,9 @@ from support.models import build, overflowing, samples
 from support.pipeline import outputs, quantize, weights
 
 
+SLOW_MIXTURE = pytest.param("mixtral", "gptq_v2", marks=pytest.mark.slow)
+
+
 def learned(model, out, **settings):
     return quantize(model, out, samples(64), bits=2, learn_iterations=30, **settings)
 
@@ -93,7 +96,7 @@ def divergence(path, model, ids):
     return float(torch.nn.functional.kl_div(ours, theirs, log_target=True, reduction="sum") / ids.numel())
 
 
-@pytest.mark.parametrize(("name", "format_"), [("llama", "gptq"), ("gpt2", "gptq_v2"), ("mixtral", "gptq_v2")])
+@pytest.mark.parametrize(("name", "format_"), [("llama", "gptq"), ("gpt2", "gptq_v2"), SLOW_MIXTURE])
 def test_tuned_scales_predict_more_like_the_float_model(tmp_path, name, format_):
     """Codes and zero points stay; on the samples kept aside the divergence falls, and is what the report says."""
     model, settings = build(name), {"bits": 2, "format": format_}
@@ -129,7 +132,7 @@ def test_a_job_stopped_while_scales_are_tuned_ends_in_the_same_files(tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("name", ["t5", "bart"])
+@pytest.mark.parametrize("name", ["t5", pytest.param("bart", marks=pytest.mark.slow)])
 def test_both_stacks_of_an_encoder_decoder_learn(tmp_path, name):
     plain = quantize(build(name), tmp_path / "plain", samples(64), bits=2, method="rtn", tune_epochs=1).report
     report = learned(build(name), tmp_path / "out", method="rtn", tune_epochs=1).report
