@@ -12,7 +12,6 @@ from support.jobs import quantize as quantize_case
 from support.models import build, overflowing, samples
 from support.pipeline import outputs, quantize, weights
 
-
 SLOW_MIXTURE = pytest.param("mixtral", "gptq_v2", marks=pytest.mark.slow)
 
 
