@@ -32,6 +32,8 @@ STEPS: dict[str, dict[str, Any]] = {
     "gptaq + sim + tuned": {"method": "gptaq", "grid": "sim", "tune_epochs": 2},
     "balanced": {"quality": "balanced"},
     "best": {"quality": "best"},
+    "groups of 64": {"method": "gptaq", "grid": "sim", "group_size": 64},
+    "3.3 bits on average": {"method": "gptaq", "grid": "sim", "target_bits": 3.3},
 }
 BASE = "gptaq"
 
