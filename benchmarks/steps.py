@@ -55,8 +55,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         kept = ((mean(own, text, "kl_divergence"), mean(base, text, "kl_divergence")) for text in texts if base)
         share = " / ".join(f"{100 * mine / its:.0f} %" for mine, its in kept)
         perplexity = " / ".join(f"{mean(own, text, 'perplexity'):.2f}" for text in texts)
-        seconds = statistics.mean(row["seconds"] for row in own)
-        lines.append(f"| {bits} | {step} | {divergence} | {share} | {perplexity} | {seconds:.0f} |")
+        times = [row["seconds"] for row in own if row["seconds"] is not None]
+        seconds = f"{statistics.mean(times):.0f}" if times else ""
+        lines.append(f"| {bits} | {step} | {divergence} | {share} | {perplexity} | {seconds} |")
     return "\n".join(lines)
 
 
