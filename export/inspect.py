@@ -25,6 +25,9 @@ Rules: TypeAlias = "list[tuple[Sequence[str], object, str]]"
 _MIXTURES = ("deepseek_v3", "gpt_oss", "mixtral", "phimoe", "qwen3_moe")
 """Types of mixtures of experts that GPTQModel and vLLM were tried with."""
 
+_UNCONFIRMED = ("deepseek_v3", "phimoe")
+"""Those of which vLLM's answers on a CPU were further off than kernels explain, or which it cannot run there."""
+
 _AMBIGUOUS = "refuses asymmetric version 1 files of other programs; convert to gptq_v2"
 _GROUPS_IN_ORDER = "rejects desc_act with groups; quantize with static_groups or act_group_aware"
 
@@ -175,6 +178,7 @@ def _gptq_rules(checkpoint: Checkpoint) -> Rules:
         (("GPTQModel", "vLLM"), experts and kind not in _MIXTURES, f"was not tried with the experts of {kind}"),
         ((TRANSFORMERS,), experts, "leaves experts at random values; after `import gptqkit`, transformers loads them"),
         (("GPTQModel",), renamed, "looks for experts under other names, mlp.experts.N.gate_proj and so on"),
+        (("vLLM",), experts and kind in _UNCONFIRMED, f"loads experts of {kind}, but was not seen to agree on a CPU"),
         (("vLLM",), experts and kind == "gpt_oss", "loads experts of gpt_oss in MXFP4 and floating point only"),
         (("GPTQModel",), v1 and not declared.sym and not trusted, _AMBIGUOUS),
         (("AutoGPTQ",), not v1, "reads version 2 as version 1 without notice, every zero off by one; convert to gptq"),

@@ -79,8 +79,8 @@ class QuantizeConfig:
         damp_percent: Damping added to the Hessian's diagonal, as a fraction of its mean; raised tenfold, and reported,
             where the Hessian is singular.
         grid: How each group's grid is chosen: "minmax" spans minimum to maximum; "mse" searches for the least squared
-            error, weighted by diag(H); "sim" then tries the sweep itself on grids nearby, but for static groups. With
-            "rtn" the default is "minmax".
+            error, weighted by diag(H); "sim" then tries the sweep itself on grids nearby, but for static groups
+            and K-quants. With "rtn" the default is "minmax".
         alpha: Strength of gptaq's correction, from 0 to 1.
         learn_iterations: Steps of learned rounding after a block is solved: its codes and scales are moved until its
             output comes nearest to the float model's (arXiv 2309.05516, from the method's own solution); 0 for none.

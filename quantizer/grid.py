@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import torch
@@ -119,27 +119,28 @@ def fit_grid(weight: Tensor, *, bits: int, sym: bool, snap: Snap, importance: Te
     grid = shrunk(1.0)
     if importance is None:
         return grid
-    best = grid.error(weight, importance)
+    judge = partial(GroupGrid.error, weight=weight, importance=importance)
+    best = judge(grid)
     share = torch.ones_like(best)
 
     for coarse in _COARSE:
-        grid, best, better = keep_better(grid, best, shrunk(coarse), weight, importance)
+        grid, best, better = keep_better(grid, best, shrunk(coarse), judge)
         share = torch.where(better, coarse, share)
     centre = share
     for fine in _FINE:
-        grid, best, _ = keep_better(grid, best, shrunk(centre + fine), weight, importance)
+        grid, best, _ = keep_better(grid, best, shrunk(centre + fine), judge)
     if not sym:
         for step in (1, -1):
             moved = GroupGrid(*snap(grid.scale, grid.offset + step * grid.scale, bits), max_code)
-            grid, best, _ = keep_better(grid, best, moved, weight, importance)
+            grid, best, _ = keep_better(grid, best, moved, judge)
     return grid
 
 
 def keep_better(
-    grid: GroupGrid, error: Tensor, candidate: GroupGrid, weight: Tensor, importance: Tensor
+    grid: GroupGrid, error: Tensor, candidate: GroupGrid, judge: Callable[[GroupGrid], Tensor]
 ) -> tuple[GroupGrid, Tensor, Tensor]:
-    """Return of every row the better of two grids, its error, and whether it is the candidate."""
-    other = candidate.error(weight, importance)
+    """Return of every row the better of two grids by what `judge` says, its error, and whether it is the candidate."""
+    other = judge(candidate)
     better = other < error
     scale = torch.where(better, candidate.scale, grid.scale)
     offset = torch.where(better, candidate.offset, grid.offset)
@@ -158,22 +159,15 @@ def improve_grid(
         sym: Symmetric grids.
         snap: What the file can hold.
     """
-    best = error(grid)
 
-    def keep_better(scale: Tensor, offset: Tensor) -> None:
-        nonlocal grid, best
-        candidate = GroupGrid(*snap(scale, None if sym else offset, bits), grid.max_code)
-        found = error(candidate)
-        better = found < best
-        best = torch.where(better, found, best)
-        scale = torch.where(better, candidate.scale, grid.scale)
-        grid = GroupGrid(scale, torch.where(better, candidate.offset, grid.offset), grid.max_code)
+    def held(scale: Tensor, offset: Tensor) -> GroupGrid:
+        return GroupGrid(*snap(scale, None if sym else offset, bits), grid.max_code)
 
-    start = grid
+    start, best = grid, error(grid)
     for factor in _NEAR:
-        keep_better(start.scale * factor, start.offset * factor)
+        grid, best, _ = keep_better(grid, best, held(start.scale * factor, start.offset * factor), error)
     for step in () if sym else (1, -1):
-        keep_better(grid.scale, grid.offset + step * grid.scale)
+        grid, best, _ = keep_better(grid, best, held(grid.scale, grid.offset + step * grid.scale), error)
     return grid
 
 

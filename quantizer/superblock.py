@@ -8,6 +8,7 @@ together, before the first of its columns is rounded.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -105,13 +106,14 @@ class TwoLevel:
 
     def _search(self, grid: GroupGrid, unit: Tensor, floor: Tensor, weight: Tensor, importance: Tensor) -> GroupGrid:
         """Return of every group the best of the multiples around `grid`."""
+        judge = partial(GroupGrid.error, weight=weight, importance=importance)
         best = self._near(grid, unit, floor)
-        error = best.error(weight, importance)
+        error = judge(best)
         for step in _NEIGHBOURS:
             for down in _NEIGHBOURS if self.offsets else (0,):
                 if step or down:
                     near = self._near(grid, unit, floor, step, down)
-                    best, error, _ = keep_better(best, error, near, weight, importance)
+                    best, error, _ = keep_better(best, error, near, judge)
         return best
 
 

@@ -27,7 +27,7 @@ from .pipeline import STATISTICS_BYTES
 from .progress import Progress, ProgressCallback
 from .quantizer.allocation import Width, allocate_bits
 from .quantizer.config import BITS, ModuleOverride, QuantizeConfig
-from .quantizer.gptq import output_error, solve_gptq
+from .quantizer.gptq import solve_gptq
 from .run import LARGEST_BATCH, Run
 from .streams import Streams
 from .subsets import Group, portions
@@ -60,8 +60,8 @@ def with_chosen_bits(
     """Return the settings with an override for every module that `target_bits` gives other bits than `bits`.
 
     Linears that share an input, such as q, k and v, and all experts of a layer have the same bits, as servers need it.
-    The loss of a width is tr(E H ET) of GPTQ's solution at it, times what such an error in this part does to the output
-    of its block, measured at one width; outputs count relative to their own size, and losses of blocks add up.
+    The loss of a width is tr(E Hd ET) of GPTQ's solution at it, times what such an error in this part does to the
+    output of its block, measured at one width; outputs count relative to their own size, and losses of blocks add up.
 
     Args:
         source: The float model.
@@ -133,11 +133,10 @@ def _measured(
                     weight = matrix(block.get_submodule(target.inner)).detach().float()
                     for bits in widths:
                         settings = dataclasses.replace(target.config, bits=bits, learn_iterations=0)
-                        values = solve_gptq(weight, moments, settings, layout.snap).weight.dequantize()
-                        assert moments is not None
-                        lost[bits] += output_error(weight - values, moments.hessian)
+                        solution = solve_gptq(weight, moments, settings, layout.snap)
+                        lost[bits] += solution.loss or 0.0
                         if bits == probe:
-                            rounded[target.inner] = values
+                            rounded[target.inner] = solution.weight.dequantize()
         effect = streams.processes.gather(_effect(layer, rounded, streams))[0]
         scale = effect / lost[probe] if lost[probe] else 0.0
         sizes = {bits: sum(_size(each, bits) for each in members) for bits in widths}
