@@ -1,19 +1,15 @@
 """The `gptqkit` command: quantize, imatrix, plan, evaluate, compare, report, inspect and convert from the shell.
 
-Options are made from the fields of the dataclasses that hold the settings: their types, defaults and docstrings.
 Everything heavy is imported inside the commands, so that help and usage errors answer at once.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
-import inspect
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -21,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar
 
 from .calibration.config import Calibration
 from .display import (
@@ -33,13 +29,11 @@ from .display import (
     plan_summary,
     quantization_summary,
 )
-from .errors import AbandonedError, ConfigError, GptqkitError
+from .errors import AbandonedError, GptqkitError
 from .evaluation.config import Evaluation
 from .export.formats import FORMATS
-from .quantizer.config import ModuleOverride, QuantizeConfig
+from .options import Parser, add_fields, add_settings, config_from_options, from_options, size
 from .run import Run
-from .settings import did_you_mean
-from .units import parse_size, size_text
 from .version import __version__
 
 T = TypeVar("T")
@@ -67,38 +61,11 @@ REVISION = "branch, tag or commit of a model on the Hub"
 TOKENIZER = "folder of a tokenizer, or its id on the Hub (default: that of the model)"
 CALIBRATION = f"text to calibrate on, which every method but rtn needs: {SOURCES}. May be repeated for several files"
 REFERENCE = "float model to compare with, by KL divergence and top-1 agreement, or by the embeddings of an encoder"
-OVERRIDE = (
-    "other settings for modules whose full name matches the regular expression; may be repeated, and the first "
-    "--override or --skip that matches counts"
-)
-
-
-class _Parser(argparse.ArgumentParser):
-    _given: Sequence[str] = ()
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse unknown options here, where the command's own are known."""
-        self._given = sys.argv[1:] if args is None else args
-        found, rest = super().parse_known_args(args, namespace)
-        if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}")
-        return found, rest
-
-    def error(self, message: str) -> NoReturn:
-        """Print two lines, not the whole usage, and exit with 2."""
-        options = [word.partition("=")[0] for word in self._given if word.startswith("--")]
-        wrong = [option for option in options if option not in self._option_string_actions]
-        choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
-        if choice:
-            message += did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]))
-        elif wrong and self._subparsers is None:
-            message += did_you_mean(wrong[0], self._option_string_actions)
-        self.exit(2, f"{self.prog}: usage error: {' '.join(message.split())}\nTry '{self.prog} --help'.\n")
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line; `command` in its result names the subcommand."""
-    root = _Parser(
+    root = Parser(
         prog="gptqkit",
         description="Quantize language models with GPTQ and GPTAQ, measure them, and inspect and convert their files.",
         epilog=EXIT_CODES,
@@ -116,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
         "--evaluate-on", metavar="SOURCE", help="also measure the checkpoint's perplexity on this text"
     )
     quantize.add_argument("--tokenizer", metavar="TOKENIZER", help=TOKENIZER)
-    _add_settings(quantize)
+    add_settings(quantize)
 
     imatrix = _add_command(commands, _imatrix, "write an importance matrix for llama.cpp's own quantizer")
     imatrix.add_argument("model", metavar="MODEL", help=MODEL)
@@ -124,14 +91,14 @@ def parser() -> argparse.ArgumentParser:
     how = f"text that the model reads: {SOURCES}. May be repeated for several files"
     imatrix.add_argument("--calibration", action="append", metavar="SOURCE", required=True, help=how)
     imatrix.add_argument("--tokenizer", metavar="TOKENIZER", help=TOKENIZER)
-    _add_fields(imatrix.add_argument_group("calibration"), Calibration)
-    _add_fields(imatrix.add_argument_group("run"), Run)
+    add_fields(imatrix.add_argument_group("calibration"), Calibration)
+    add_fields(imatrix.add_argument_group("run"), Run)
 
     plan = _add_command(commands, _plan, "estimate the memory and disk space that quantizing a model needs")
     plan.add_argument("model", metavar="MODEL", help=MODEL)
     plan.add_argument("--out", metavar="OUT", type=Path, help="folder that would be written (default: one here)")
     plan.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
-    _add_settings(plan)
+    add_settings(plan)
 
     evaluate = _add_command(commands, _evaluate, "measure a model's perplexity, and how far it is from a reference")
     evaluate.add_argument("model", metavar="MODEL", help="folder of a model, quantized or not, or its id on the Hub")
@@ -139,14 +106,14 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--reference", metavar="MODEL", help=REFERENCE)
     evaluate.add_argument("--tokenizer", metavar="TOKENIZER", help=TOKENIZER)
     evaluate.add_argument("--json", action="store_true", help="print JSON")
-    _add_fields(evaluate, Evaluation)
+    add_fields(evaluate, Evaluation)
 
     compare = _add_command(commands, _compare, "measure several checkpoints of one model, and show them side by side")
     compare.add_argument("checkpoints", metavar="CHECKPOINT", nargs="+", help=f"{QUANTIZED}; several")
     compare.add_argument("--dataset", required=True, metavar="SOURCE", help=f"text to measure on: {SOURCES}")
     compare.add_argument("--reference", metavar="MODEL", help="the float model to compare them with; it is loaded once")
     compare.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
-    _add_fields(compare, Evaluation)
+    add_fields(compare, Evaluation)
 
     _add_readers(commands)
     return root
@@ -183,11 +150,11 @@ def _add_readers(commands: Any) -> None:
     convert.add_argument("--overwrite", action="store_true", help="replace OUT if it is a quantized checkpoint")
     convert.add_argument("--revision", metavar="NAME", help=REVISION)
     limit = "largest size of the files of OUT (default: 4GiB)"
-    convert.add_argument("--shard-size", metavar="SIZE", type=_size, default=4 << 30, help=limit)
+    convert.add_argument("--shard-size", metavar="SIZE", type=size, default=4 << 30, help=limit)
 
 
-def _add_command(commands: Any, work: Callable[[argparse.Namespace], None], description: str) -> _Parser:
-    command: _Parser = commands.add_parser(
+def _add_command(commands: Any, work: Callable[[argparse.Namespace], None], description: str) -> Parser:
+    command: Parser = commands.add_parser(
         work.__name__.removeprefix("_"),
         help=description,
         description=description[0].upper() + description[1:] + ".",
@@ -198,53 +165,6 @@ def _add_command(commands: Any, work: Callable[[argparse.Namespace], None], desc
     command.set_defaults(work=work)
     command.add_argument("--verbose", action="store_true", help="log more, and show where an error comes from")
     return command
-
-
-def _add_settings(command: argparse.ArgumentParser) -> None:
-    """Add what `quantize` and `plan` share."""
-    grid = command.add_argument_group("quantization")
-    _add_fields(grid, QuantizeConfig)
-    add: dict[str, Any] = {"action": "append", "default": [], "dest": "overrides"}
-    grid.add_argument("--override", type=_override, metavar="REGEX:bits=8,group_size=32", help=OVERRIDE, **add)
-    grid.add_argument("--skip", type=_skip, metavar="REGEX", help="leave such modules in floating point", **add)
-    _add_fields(command.add_argument_group("calibration"), Calibration)
-    _add_fields(command.add_argument_group("run"), Run)
-
-
-def _add_fields(group: argparse._ActionsContainer, kind: type) -> None:
-    """Add an option for every plain field of a dataclass; what is not given is left to the dataclass."""
-    texts = _attribute_texts(kind)
-    for field in dataclasses.fields(kind):
-        base = str(field.type).removesuffix(" | None")
-        if base not in ("bool", "int", "float", "str"):
-            continue
-        option, shown = field.name.replace("_", "-"), cast(Any, field.default)
-        how: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
-        if base == "bool":
-            how["action"] = (
-                "store_true" if shown is False or "off" in field.metadata else argparse.BooleanOptionalAction
-            )
-            shown = "on" if shown else None
-        elif "size" in field.metadata:
-            how |= {"type": _size, "metavar": "SIZE"}
-            shown = size_text(shown).replace(".00 ", "")
-        else:
-            how["type"], how["metavar"] = {"int": (int, "N"), "float": (float, "X"), "str": (str, "NAME")}[base]
-            if "choices" in field.metadata:
-                how |= {"choices": list(field.metadata["choices"]), "metavar": None}
-        text = texts[field.name] + (f" (default: {shown})" if shown is not None else "")
-        group.add_argument(f"--{option}", help=text.replace("%", "%%"), **how)
-        if "off" in field.metadata:
-            how |= {"action": "store_false", "help": f"the opposite of --{option}"}
-            group.add_argument(f"--{field.metadata['off']}", **how)
-
-
-def _attribute_texts(kind: type) -> dict[str, str]:
-    """Return what the docstring of a dataclass says of each of its attributes, as help texts."""
-    text = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
-    text = re.sub(r"`(\w+)`", lambda name: "--" + name[1].replace("_", "-"), text)
-    found = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", text, re.MULTILINE)
-    return {name: words[0].lower() + " ".join(words[1:].split()).rstrip(".") for name, words in found}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -287,7 +207,7 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 def _quantize(arguments: argparse.Namespace) -> None:
-    config, run, calibration = _config(arguments), _from(arguments, Run), _calibration(arguments)
+    config, run, calibration = config_from_options(arguments), from_options(arguments, Run), _calibration(arguments)
     _quieten_libraries(arguments.verbose)
     import gptqkit
 
@@ -307,11 +227,11 @@ def _calibration(arguments: argparse.Namespace) -> Calibration | None:
     if arguments.calibration is None:
         return None
     first, *more = arguments.calibration
-    return _from(arguments, Calibration, source=[Path(value) for value in (first, *more)] if more else first)
+    return from_options(arguments, Calibration, source=[Path(value) for value in (first, *more)] if more else first)
 
 
 def _imatrix(arguments: argparse.Namespace) -> None:
-    run, calibration = _from(arguments, Run), _calibration(arguments)
+    run, calibration = from_options(arguments, Run), _calibration(arguments)
     _quieten_libraries(arguments.verbose)
     import gptqkit
 
@@ -322,8 +242,8 @@ def _imatrix(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    config, run = _config(arguments), _from(arguments, Run)
-    calibration = _from(arguments, Calibration, source=None)
+    config, run = config_from_options(arguments), from_options(arguments, Run)
+    calibration = from_options(arguments, Calibration, source=None)
     _quieten_libraries(arguments.verbose)
     import gptqkit
 
@@ -335,7 +255,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    config = _from(arguments, Evaluation)
+    config = from_options(arguments, Evaluation)
     _quieten_libraries(arguments.verbose)
     import gptqkit
 
@@ -348,7 +268,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    config, reference = _from(arguments, Evaluation), arguments.reference
+    config, reference = from_options(arguments, Evaluation), arguments.reference
     _quieten_libraries(arguments.verbose)
     import gptqkit
 
@@ -400,57 +320,6 @@ def _convert(arguments: argparse.Namespace) -> None:
     names = ("format", "overwrite", "revision", "shard_size")
     gptqkit.convert(arguments.source, arguments.target, **{name: getattr(arguments, name) for name in names})
     print(f"written to {arguments.target}")
-
-
-def _from(arguments: argparse.Namespace, kind: type[T], **more: Any) -> T:
-    """Return the dataclass that the options given stand for; what cannot be is a usage error."""
-    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    given = {name: value for name, value in vars(arguments).items() if name in names}
-    try:
-        return kind(**{**given, **more})
-    except ConfigError as error:
-        _Parser(prog=f"gptqkit {arguments.command}").error(str(error))
-
-
-def _config(arguments: argparse.Namespace) -> QuantizeConfig:
-    overrides: dict[str, ModuleOverride] = {}
-    for pattern, override in arguments.overrides:
-        overrides.setdefault(pattern, override)
-    return _from(arguments, QuantizeConfig, overrides=overrides)
-
-
-def _size(text: str) -> int:
-    """Return the bytes that a size stands for."""
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _override(text: str) -> tuple[str, ModuleOverride]:
-    """Return the pattern and the changes of `REGEX:bits=8,group_size=32`.
-
-    >>> _override("down_proj$:bits=8,group_size=32")
-    ('down_proj$', ModuleOverride(bits=8, group_size=32, type=None, skip=False))
-    """
-    pattern, colon, changes = text.rpartition(":")
-    change: dict[str, Any] = {}
-    for item in changes.split(","):
-        key, _, value = item.strip().partition("=")
-        number = key in ("bits", "group_size") and re.fullmatch(r"-?\d+", value)
-        if not colon or not (number or key == "type"):
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not of the form 'REGEX:bits=8,group_size=32' or, for GGUF, 'REGEX:type=q6_k'"
-            )
-        change[key] = int(value) if number else value
-    try:
-        return pattern, ModuleOverride(**change)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _skip(text: str) -> tuple[str, ModuleOverride]:
-    return text, ModuleOverride(skip=True)
 
 
 @contextmanager
