@@ -29,7 +29,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "gptaq + sim": {"method": "gptaq", "grid": "sim"},
     "gptaq + 40 steps": {"method": "gptaq", "learn_iterations": 40},
     "gptaq + 150 steps": {"method": "gptaq", "learn_iterations": 150},
-    "gptaq + sim + tuned": {"method": "gptaq", "grid": "sim", "tune_epochs": 2},
+    "gptaq + sim + tuned": {"method": "gptaq", "grid": "sim", "tune_epochs": 4},
     "balanced": {"quality": "balanced"},
     "best": {"quality": "best"},
     "groups of 64": {"method": "gptaq", "grid": "sim", "group_size": 64},

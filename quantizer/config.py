@@ -19,7 +19,7 @@ GRIDS = ("minmax", "mse", "sim")
 QUALITIES: Mapping[str, Mapping[str, Any]] = {
     "fast": {"method": "gptq", "grid": "mse", "learn_iterations": 0, "tune_epochs": 0},
     "balanced": {"method": "gptaq", "grid": "sim", "learn_iterations": 40, "tune_epochs": 0},
-    "best": {"method": "gptaq", "grid": "sim", "learn_iterations": 150, "tune_epochs": 2},
+    "best": {"method": "gptaq", "grid": "sim", "learn_iterations": 150, "tune_epochs": 4},
 }
 """What a quality stands for, where a setting is not given by itself."""
 
