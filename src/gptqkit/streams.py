@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,6 +59,11 @@ class Stack:
     axis: int
     beside: nn.Module | None
 
+    @property
+    def across(self) -> bool:
+        """Whether hidden states are (length, samples, width)."""
+        return self.axis == 1 and len(self.shape) == 2
+
 
 class Streams:
     """The hidden states of the quantized model and, for methods that pair them, of the float model.
@@ -96,7 +102,7 @@ class Streams:
     def enter(self, layer: int) -> None:
         """Let embeddings into the caches where block `layer` is the first of a stack."""
         stack = self._stack(layer)
-        self.batches.stack = self._stacks.index(stack)
+        self.batches.stack, self.batches.across = self._stacks.index(stack), stack.across
         if layer != stack.blocks.start:
             return
         fresh = ("hidden", "float") if self.paired else ("hidden",)
@@ -111,9 +117,12 @@ class Streams:
         """Run the first of the blocks of a stack, which is there, on one sample."""
         block, name = self.model.blocks[blocks.start], type(self.model.model).__name__
         call = self._call(range(1), blocks.start)
-        axis = int(call.hidden.ndim > 3 and call.hidden.shape[1] == 1)  # Gemma 3n has several versions of each sample's
-        if call.hidden.shape[axis] != 1:
-            raise ArchitectureError(f"{name} has its samples in another axis of hidden states than the first one")
+        twice = {key: torch.cat([tensor, tensor]) for key, tensor in self.batches.tensors(range(1)).items()}
+        two = block_call(self.model.model, self.model.blocks, twice, self._before(range(1), blocks.start, "hidden"))
+        sizes = enumerate(zip(call.hidden.shape, two.hidden.shape, strict=True))
+        axis = next((axis for axis, (one, both) in sizes if (one, both) == (1, 2)), None)
+        if axis is None:
+            raise ArchitectureError(f"{name} has no axis of samples in its hidden states, {tuple(call.hidden.shape)} of one")
         shape, output = tuple(call.hidden.movedim(axis, 0).shape[1:]), call(block, call.hidden)
         returned = len(output) if type(output) in (tuple, list) else 0
         hidden = _hidden(output, block)
@@ -162,7 +171,7 @@ class Streams:
             block, hidden = self.model.blocks[layer], self._read("hidden", one, layer)
             modules = {target.inner: block.get_submodule(target.inner) for target in targets}
             traced = trace_inputs(modules, partial(self._run, self._call(one, layer), hidden, block))
-            tokens = hidden.shape[self._stack(layer).axis : -1].numel()
+            tokens = math.prod(self._stack(layer).shape[:-1])
             for names, received in traced:
                 counts = [each.shape[:-1].numel() for each in received]
                 part = any(count != tokens and self.batches.stack_of(count, 1) is None for count in counts)
@@ -216,7 +225,7 @@ class Streams:
     def collect_head(self, head: Target) -> Measured:
         """Run all samples once, and sum up what the output layer receives."""
         statistics = InputStatistics(head.shape[1], self.batches.device, cross=self.paired)
-        self.batches.stack = len(self._stacks) - 1
+        self.batches.stack, self.batches.across = len(self._stacks) - 1, False
         for batch in self.batches:
             streams = self.batches.attempt(batch, self._head_inputs)
             if streams is not None:
