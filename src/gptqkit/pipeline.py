@@ -190,7 +190,7 @@ class Pipeline:
             self._commit(layer, solved, reports, streams, learned)
         if not last:
             streams.advance("hidden", layer, block)
-            self.job.save_states(layer + 1, streams.caches)
+            self.job.save_states(layer + 1, streams.states)
 
     def _solve_block(
         self, layer: int, streams: Streams, twin: nn.Module | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .calibration.batches import Batches
-from .calibration.cache import ActivationCache
+from .calibration.cache import ActivationCache, Handed
 from .calibration.capture import (
     BlockCall,
     Forward,
@@ -38,6 +38,7 @@ from .targets import Target, is_matrix, matrix, output_layer
 
 ENCODED = {"hidden": "encoded", "float": "encoded-float"}
 """Names of the streams that end with an encoder, and are kept for its decoder."""
+BESIDE = "-beside"
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +52,8 @@ class Stack:
         axis: Of the samples in hidden states.
         beside: Where later blocks are given what the first one returns beside hidden states, such as T5's position
             bias: that block without the weights of its Linears, which makes the same.
+        handed: Where there is no such block: which of the values that are returned the next block is given.
+        hands: Whether blocks hand on anything else than hidden states, these values or what they write into mappings.
     """
 
     blocks: range
@@ -58,6 +61,8 @@ class Stack:
     shape: tuple[int, ...]
     axis: int
     beside: nn.Module | None
+    handed: tuple[int, ...]
+    hands: bool
 
     @property
     def across(self) -> bool:
@@ -72,11 +77,13 @@ class Streams:
 
     Attributes:
         caches: "hidden" and "float": what enters the next block; of an encoder that is done, what left it (`ENCODED`).
+        handed: By the same names, what the block before hands on beside, if it does.
     """
 
     def __init__(self, model: FloatModel, batches: Batches, processes: Processes, *, paired: bool, skip: bool) -> None:
         self.model, self.batches, self.processes, self.paired, self.skip = model, batches, processes, paired, skip
         self.caches: dict[str, ActivationCache] = {}
+        self.handed: dict[str, Handed] = {}
         self._stacks: list[Stack] = []
         self._again: set[str] = set()  # Linears that a block calls several times
 
@@ -93,7 +100,12 @@ class Streams:
         if job.states is None:
             return 0
         layer = int(job.states["layer"])
-        for stream in job.states["files"]:
+        for stream in sorted(job.states["files"]):  # "hidden" before what is beside it
+            if stream.endswith(BESIDE):
+                whose = stream.removesuffix(BESIDE)
+                self.handed[whose] = Handed(self.batches.mine, self.caches[whose])
+                job.load_states(stream, self.handed[whose])
+                continue
             stack = self._stacks[0] if stream in ENCODED.values() else self._stack(layer)
             self.caches[stream] = self._cache(stack, job.states_file(stream, layer, again=True))
             job.load_states(stream, self.caches[stream])
@@ -107,6 +119,7 @@ class Streams:
             return
         fresh = ("hidden", "float") if self.paired else ("hidden",)
         self.caches |= {each: self._cache(stack, self._job.states_file(each, layer)) for each in fresh}
+        self.handed = {each: Handed(self.batches.mine, self.caches[each]) for each in fresh if stack.hands}
         for batch in self.batches:
             call = self.batches.attempt(batch, self._call, layer)
             if call is not None:
@@ -126,33 +139,41 @@ class Streams:
         shape, output = tuple(call.hidden.movedim(axis, 0).shape[1:]), call(block, call.hidden)
         returned = len(output) if type(output) in (tuple, list) else 0
         hidden = _hidden(output, block)
-        beside = self._beside(blocks, hidden, output) if returned and len(blocks) > 1 else None
-        return Stack(blocks, returned, shape, axis, beside)
+        beside, handed = self._beside(blocks, hidden, output) if returned and len(blocks) > 1 else (None, ())
+        return Stack(blocks, returned, shape, axis, beside, handed, bool(handed or call.mappings))
 
-    def _beside(self, blocks: range, hidden: Tensor, output: Sequence[Any]) -> nn.Module | None:
-        """Return what makes what the second block of a stack needs beside hidden states; None where it needs nothing.
+    def _beside(
+        self, blocks: range, hidden: Tensor, output: Sequence[Any]
+    ) -> tuple[nn.Module | None, tuple[int, ...]]:
+        """Return what makes what the second block of a stack needs beside hidden states, or which values it is given.
 
         Tried on one sample that the first block, which is there, made `output` of. A GPU may sum in another order.
+        What the second block can do without may be for later ones.
         """
         model, tensors, first = self.model, self.batches.tensors(range(1)), self.model.blocks[blocks.start]
         before = self._before(range(1), blocks.start, "hidden")
-        call = block_call(model.model, model.blocks, tensors, [*before, lambda *_, **__: output])
+        marks = [torch.empty(0) for _ in output]  # the value itself may be None here
+        call = block_call(model.model, model.blocks, tensors, [*before, lambda *_, **__: (hidden, *marks[1:])])
         given = {id(each) for each in (*call.arguments, *call.named.values())}
-        if not any(isinstance(value, Tensor) and id(value) in given for value in output[1:]):
-            return None
+        handed = tuple(place for place, mark in enumerate(marks) if place and id(mark) in given)
+        if not any(isinstance(output[place], Tensor) for place in handed):
+            return None, handed
+        call = block_call(model.model, model.blocks, tensors, [*before, lambda *_, **__: output])
         beside, second = _without_products(first), model.blocks[blocks.start + 1]
         with model.block(blocks.start + 1, self.batches.device, self._dtype):
             expected, again = (self._run(call, hidden, second) for _ in range(2))
             for candidate in (None, beside):
-                handed = hand_on(len(output), beside=candidate)
+                passed = hand_on(len(output), beside=candidate)
                 with suppress(ArchitectureError):  # it cannot run without
-                    found = self._run(block_call(model.model, model.blocks, tensors, [*before, handed]), hidden, second)
+                    found = self._run(block_call(model.model, model.blocks, tensors, [*before, passed]), hidden, second)
                     if _distance(found, expected) <= 10 * _distance(again, expected):
-                        return candidate
-        raise ArchitectureError(
-            f"a {type(first).__name__} hands on more than hidden states, which depends on its Linears, so this model "
-            "cannot be quantized block by block"
-        )
+                        return candidate, handed if candidate is None else ()
+        return None, handed
+
+    @property
+    def states(self) -> dict[str, ActivationCache | Handed]:
+        """All that enters the next block, by name."""
+        return {**self.caches, **{stream + BESIDE: each for stream, each in self.handed.items()}}
 
     def progress(self) -> dict[str, Any]:
         """Return what the next process must know, as plain values for JSON.
@@ -247,6 +268,8 @@ class Streams:
                 after.write(batch, states.movedim(stack.axis, 0))
         del self.caches[stream]
         self.caches[name] = after
+        if layer + 1 == stack.blocks.stop:
+            self.handed.pop(stream, None)
 
     def distance(self, layer: int, batch: range) -> tuple[Tensor, Tensor]:
         """Return how far block `layer` takes a batch from where it is in the float model, which is a block ahead.
@@ -350,12 +373,24 @@ class Streams:
                 own[-1] = hand_on(stack.returned, leaving=kept.read(batch).movedim(0, stack.axis))
             elif own and stack.beside is not None:
                 own[0] = hand_on(stack.returned, beside=stack.beside)
+            elif own and stream in self.handed:
+                own[-1] = hand_on(stack.returned, beside=_giving(*self.handed[stream].read(batch), stack.returned))
             before += own
         return before
 
     def _forward(self, batch: range, layer: int, block: nn.Module, stream: str) -> Tensor:
         """Return what leaves `block` of a batch."""
-        return self._run(self._call(batch, layer, stream), self._read(stream, batch, layer), block)
+        call, stack = self._call(batch, layer, stream), self._stack(layer)
+        before = {name: dict(each) for name, each in call.mappings.items()}
+        output = call(block, self._read(stream, batch, layer))
+        if stream in self.handed:
+            known = self.handed[stream].read(batch)[1] if layer > stack.blocks.start else {}
+            written = {
+                name: known.get(name, {}) | {key: value for key, value in each.items() if value is not before[name].get(key)}
+                for name, each in call.mappings.items()
+            }
+            self.handed[stream].write(batch, ({place: output[place] for place in stack.handed}, written))
+        return _hidden(output, block)
 
     def _run(self, call: BlockCall, hidden: Tensor, block: nn.Module) -> Tensor:
         return _hidden(call(block, hidden), block)
@@ -378,6 +413,17 @@ def _hidden(output: Any, block: nn.Module) -> Tensor:
             "quantized block by block"
         )
     return states
+
+
+def _giving(values: Mapping[int, Any], written: Mapping[str, Mapping[Any, Any]], returned: int) -> Forward:
+    """Return what returns some values as a block did, and writes what blocks wrote."""
+
+    def forward(*_: Any, **named: Any) -> list[Any]:
+        for name, each in written.items():
+            named[name].update(each)
+        return [values.get(place) for place in range(returned)]
+
+    return forward
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
