@@ -144,8 +144,8 @@ class Handed:
                 return each
             if each.shape[:1] != (len(samples),):
                 raise ArchitectureError(
-                    f"blocks hand on {tuple(each.shape)} of {len(samples)} samples beside hidden states, which cannot be "
-                    "told apart, so this model cannot be quantized block by block"
+                    f"blocks hand on {tuple(each.shape)} of {len(samples)} samples beside hidden states, not sample by "
+                    "sample, so this model cannot be quantized block by block"
                 )
             return each[place : place + 1].to("cpu", copy=True)
 

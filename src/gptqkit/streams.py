@@ -52,8 +52,8 @@ class Stack:
         axis: Of the samples in hidden states.
         beside: Where later blocks are given what the first one returns beside hidden states, such as T5's position
             bias: that block without the weights of its Linears, which makes the same.
-        handed: Where there is no such block: which of the values that are returned the next block is given.
-        hands: Whether blocks hand on anything else than hidden states, these values or what they write into mappings.
+        handed: Which of these values the next block is given where there is no such block; None where blocks hand on
+            nothing but hidden states, and write nothing into mappings that they are given.
     """
 
     blocks: range
@@ -61,8 +61,7 @@ class Stack:
     shape: tuple[int, ...]
     axis: int
     beside: nn.Module | None
-    handed: tuple[int, ...]
-    hands: bool
+    handed: tuple[int, ...] | None
 
     @property
     def across(self) -> bool:
@@ -119,7 +118,7 @@ class Streams:
             return
         fresh = ("hidden", "float") if self.paired else ("hidden",)
         self.caches |= {each: self._cache(stack, self._job.states_file(each, layer)) for each in fresh}
-        self.handed = {each: Handed(self.batches.mine, self.caches[each]) for each in fresh if stack.hands}
+        self.handed = {each: Handed(self.batches.mine, self.caches[each]) for each in fresh if stack.handed is not None}
         for batch in self.batches:
             call = self.batches.attempt(batch, self._call, layer)
             if call is not None:
@@ -135,16 +134,16 @@ class Streams:
         sizes = enumerate(zip(call.hidden.shape, two.hidden.shape, strict=True))
         axis = next((axis for axis, (one, both) in sizes if (one, both) == (1, 2)), None)
         if axis is None:
-            raise ArchitectureError(f"{name} has no axis of samples in its hidden states, {tuple(call.hidden.shape)} of one")
+            raise ArchitectureError(
+                f"{name} has no axis of samples in its hidden states, {tuple(call.hidden.shape)} of one"
+            )
         shape, output = tuple(call.hidden.movedim(axis, 0).shape[1:]), call(block, call.hidden)
         returned = len(output) if type(output) in (tuple, list) else 0
         hidden = _hidden(output, block)
         beside, handed = self._beside(blocks, hidden, output) if returned and len(blocks) > 1 else (None, ())
-        return Stack(blocks, returned, shape, axis, beside, handed, bool(handed or call.mappings))
+        return Stack(blocks, returned, shape, axis, beside, handed if handed or call.mappings else None)
 
-    def _beside(
-        self, blocks: range, hidden: Tensor, output: Sequence[Any]
-    ) -> tuple[nn.Module | None, tuple[int, ...]]:
+    def _beside(self, blocks: range, hidden: Tensor, output: Sequence[Any]) -> tuple[nn.Module | None, tuple[int, ...]]:
         """Return what makes what the second block of a stack needs beside hidden states, or which values it is given.
 
         Tried on one sample that the first block, which is there, made `output` of. A GPU may sum in another order.
@@ -374,7 +373,8 @@ class Streams:
             elif own and stack.beside is not None:
                 own[0] = hand_on(stack.returned, beside=stack.beside)
             elif own and stream in self.handed:
-                own[-1] = hand_on(stack.returned, beside=_giving(*self.handed[stream].read(batch), stack.returned))
+                values, written = self.handed[stream].read(batch)
+                own[-1] = hand_on(stack.returned, beside=_giving(values, written))
             before += own
         return before
 
@@ -383,13 +383,16 @@ class Streams:
         call, stack = self._call(batch, layer, stream), self._stack(layer)
         before = {name: dict(each) for name, each in call.mappings.items()}
         output = call(block, self._read(stream, batch, layer))
-        if stream in self.handed:
+        if stack.handed is not None:
             known = self.handed[stream].read(batch)[1] if layer > stack.blocks.start else {}
             written = {
-                name: known.get(name, {}) | {key: value for key, value in each.items() if value is not before[name].get(key)}
+                name: known.get(name, {})
+                | {key: value for key, value in each.items() if value is not before[name].get(key)}
                 for name, each in call.mappings.items()
             }
-            self.handed[stream].write(batch, ({place: output[place] for place in stack.handed}, written))
+            self.handed[stream].write(
+                batch, ([output[place] if place in stack.handed else None for place in range(stack.returned)], written)
+            )
         return _hidden(output, block)
 
     def _run(self, call: BlockCall, hidden: Tensor, block: nn.Module) -> Tensor:
@@ -415,13 +418,13 @@ def _hidden(output: Any, block: nn.Module) -> Tensor:
     return states
 
 
-def _giving(values: Mapping[int, Any], written: Mapping[str, Mapping[Any, Any]], returned: int) -> Forward:
+def _giving(values: Sequence[Any], written: Mapping[str, Mapping[Any, Any]]) -> Forward:
     """Return what returns some values as a block did, and writes what blocks wrote."""
 
-    def forward(*_: Any, **named: Any) -> list[Any]:
+    def forward(*_: Any, **named: Any) -> Sequence[Any]:
         for name, each in written.items():
             named[name].update(each)
-        return [values.get(place) for place in range(returned)]
+        return values
 
     return forward
 
