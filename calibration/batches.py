@@ -122,7 +122,9 @@ class Batches:
                 )
             return flat
         broken = torch.stack([~torch.isfinite(stream).all(-1) for stream in flat]).any(0)
-        bad = torch.unique(self._samples_of(tokens[broken & self._flat(mask)[tokens]], mask)).cpu()
+        inner = len(mask) if self.across else mask.shape[1]
+        place = (tokens % inner, tokens // inner) if self.across else (tokens // inner, tokens % inner)
+        bad = torch.unique(place[0][broken & mask[place]]).cpu()
         if len(bad):
             if not skip:
                 raise NonFiniteError(
@@ -133,7 +135,7 @@ class Batches:
             mask = mask & self.counts[batch.start : batch.stop, None].to(self.device)
         if bool(mask.all()):
             return flat
-        keep = self._flat(mask)[tokens]
+        keep = mask[place]
         return [stream[keep] for stream in flat]
 
     def settle(self, counts: Sequence[Tensor], where: str) -> None:
@@ -144,12 +146,6 @@ class Batches:
                 f"NaN or infinity in every calibration sample: none is left at the inputs of {where}; check the model "
                 "in this dtype"
             )
-
-    def _flat(self, mask: Tensor) -> Tensor:
-        return (mask.T if self.across else mask).flatten()
-
-    def _samples_of(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        return tokens % len(mask) if self.across else tokens // mask.shape[1]
 
     def _length(self, stack: int) -> int:
         return self.parts[stack].input_ids.shape[1]
