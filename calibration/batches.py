@@ -26,6 +26,7 @@ class Batches:
         samples: All calibration samples.
         parts: What each stack of the model gets of them (see `halves`).
         stack: Number of the stack whose blocks are at work.
+        across: Whether its modules receive (length, samples, ...): tokens of neighbouring samples, one after another.
         mine: Those of this process.
         size: Samples per batch, at most; it is halved where memory runs out.
         device: Where the batches are wanted.
@@ -36,7 +37,7 @@ class Batches:
         self, samples: Samples, parts: Sequence[Samples], mine: range, size: int, device: torch.device
     ) -> None:
         self.samples, self.parts, self.mine, self.size, self.device = samples, parts, mine, size, device
-        self.stack = 0
+        self.stack, self.across = 0, False
         self.counts = torch.ones(len(samples.input_ids), dtype=torch.bool)
         self._failed = False
 
@@ -121,7 +122,9 @@ class Batches:
                 )
             return flat
         broken = torch.stack([~torch.isfinite(stream).all(-1) for stream in flat]).any(0)
-        bad = torch.unique(tokens[broken & mask.flatten()[tokens]] // mask.shape[1]).cpu()
+        inner = len(mask) if self.across else mask.shape[1]
+        place = (tokens % inner, tokens // inner) if self.across else (tokens // inner, tokens % inner)
+        bad = torch.unique(place[0][broken & mask[place]]).cpu()
         if len(bad):
             if not skip:
                 raise NonFiniteError(
@@ -132,7 +135,7 @@ class Batches:
             mask = mask & self.counts[batch.start : batch.stop, None].to(self.device)
         if bool(mask.all()):
             return flat
-        keep = mask.flatten()[tokens]
+        keep = mask[place]
         return [stream[keep] for stream in flat]
 
     def settle(self, counts: Sequence[Tensor], where: str) -> None:

@@ -1,16 +1,19 @@
-"""The activation cache: the hidden states of all samples between one block of a model and the next."""
+"""What waits between one block of a model and the next: hidden states of all samples, and what comes with them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from ..errors import CheckpointError, ShapeError
+from ..errors import ArchitectureError, CheckpointError, ShapeError
 
 PLACES = ("device", "memory", "disk")
 _SLICE = 64 << 20
@@ -107,6 +110,58 @@ class ActivationCache:
             return torch.empty(samples, *self.shape, dtype=self.dtype)
         count = samples * torch.Size(self.shape).numel()
         return torch.from_file(str(file), shared=shared, size=count, dtype=self.dtype).view(samples, *self.shape)
+
+
+class Handed:
+    """What a block hands on beside hidden states, of a range of samples: tuples and dictionaries of tensors, in RAM.
+
+    Args:
+        samples: Numbers of the samples that are held here.
+        like: The hidden states; where these are in a file, this is saved as often.
+    """
+
+    def __init__(self, samples: range, like: ActivationCache) -> None:
+        self.samples, self.device, self.file = samples, like.device, like.file
+        self._of: dict[int, Any] = {}
+
+    def read(self, samples: range) -> Any:
+        """Return what was written of some samples, on the device."""
+
+        def join(*parts: Any) -> Any:
+            return torch.cat(parts).to(self.device) if isinstance(parts[0], Tensor) else parts[0]
+
+        return tree_map(join, *(self._of[sample] for sample in samples))
+
+    def write(self, samples: range, given: Any) -> None:
+        """Put what a block hands on of some samples in the place of what is there.
+
+        Raises:
+            ArchitectureError: A tensor whose first axis is not that of the samples.
+        """
+
+        def part(place: int, each: Any) -> Any:
+            if not isinstance(each, Tensor):
+                return each
+            if each.shape[:1] != (len(samples),):
+                raise ArchitectureError(
+                    f"blocks hand on {tuple(each.shape)} of {len(samples)} samples beside hidden states, not sample by "
+                    "sample, so this model cannot be quantized block by block"
+                )
+            return each[place : place + 1].to("cpu", copy=True)
+
+        self._of |= {sample: tree_map(partial(part, place), given) for place, sample in enumerate(samples)}
+
+    def save(self, file: Path) -> None:
+        """Write it into `file` for good."""
+        with _naming(file), file.open("wb") as stream:
+            torch.save(self._of, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def load(self, file: Path, samples: range) -> None:
+        """Take what `save` wrote of those samples that are held here; `samples` are all that are in the file."""
+        stored = torch.load(file, weights_only=True)
+        self._of |= {sample: stored[sample] for sample in samples if sample in self.samples}
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +40,11 @@ class BlockCall:
         """The hidden states that the block was called with."""
         states: Tensor = self.arguments[0] if self.arguments else self.named["hidden_states"]
         return states
+
+    @property
+    def mappings(self) -> dict[str, MutableMapping[Any, Any]]:
+        """Arguments that a block may write into, for later blocks."""
+        return {name: value for name, value in self.named.items() if isinstance(value, MutableMapping)}
 
     def __call__(self, block: nn.Module, hidden: Tensor) -> Any:
         """Run `block` on other hidden states; return what it returns.
@@ -193,7 +198,7 @@ def routed_tokens(table: Tensor, expert: int) -> tuple[Tensor, Tensor]:
     return tokens, slots
 
 
-def hand_on(returned: int, *, leaving: Tensor | None = None, beside: nn.Module | None = None) -> Forward:
+def hand_on(returned: int, *, leaving: Tensor | None = None, beside: Forward | None = None) -> Forward:
     """Return the forward pass of a block that only hands on hidden states.
 
     Args:
@@ -204,7 +209,7 @@ def hand_on(returned: int, *, leaving: Tensor | None = None, beside: nn.Module |
 
     def forward(*arguments: Any, **named: Any) -> Any:
         hidden = BlockCall(arguments, named).hidden if leaving is None else leaving
-        others = [None] * (returned - 1) if beside is None else beside(*arguments, **named)[1:]
+        others = [None] * (returned - 1) if beside is None else beside(*arguments, **named)[1:]  # and may write
         return (hidden, *others) if returned else hidden
 
     return forward

@@ -58,7 +58,8 @@ def model_inputs(parts: Sequence[Samples], rows: slice, device: torch.device) ->
     A decoder, which sees no later tokens, needs no mask of the padding on its right.
     """
     first, *rest = parts
-    named = {"input_ids": first.input_ids, "attention_mask": first.attention_mask}
+    mask = first.attention_mask
+    named = {"input_ids": first.input_ids, "attention_mask": None if mask is None else mask.long()}  # as of tokenizers
     if rest:
         named["decoder_input_ids"] = rest[0].input_ids
     return {name: tensor[rows].to(device) for name, tensor in named.items() if tensor is not None}

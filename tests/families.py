@@ -75,6 +75,10 @@ INDEXER = {
     "indexer_budget": 32,
     "indexer_compress_ratio": 4,
 }
+FOUR = {"num_hidden_layers": 4}  # the last two are given what the others made
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+SHARED_KEYS = {**FOUR, **ALTERNATING, "num_kv_shared_layers": 2}
+SHARED_INDEXERS = {**FOUR, "index_topk": 8, "indexer_types": ["full", "full", "shared", "shared"]}
 OTHERS = {  # what the sizes above do not make consistent
     "bailing_hybrid": {"head_dim": 16, "n_group": 1, "num_experts": 4},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"], "topk_method": "greedy"}},
@@ -82,10 +86,16 @@ OTHERS = {  # what the sizes above do not make consistent
     "ernie4_5_vl_moe": {"text_config": {"rope_parameters": THIRDS["rope_parameters"] | {"mrope_section": [3, 3, 2]}}},
     "esm": {"vocab_size": 384, "pad_token_id": 1, "mask_token_id": 2},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 8},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma3n_text": {**SHARED_KEYS, "intermediate_size": [128] * 4, "activation_sparsity_pattern": [0.0] * 4},
+    "gemma4_text": {**SHARED_KEYS, "global_head_dim": 32},
     "glm46v": {"text_config": THIRDS},
     "glm4v": {"text_config": THIRDS},
     "glm4v_moe": {"text_config": {"rope_parameters": THIRDS["rope_parameters"] | {"mrope_section": [1, 1, 2]}}},
+    "glm_moe_dsa": {
+        **SHARED_INDEXERS,
+        "layer_types": ["indexed_attention"] * 4,
+        "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+    },
     "glm_ocr": {"text_config": THIRDS},
     "glmga": {"text_config": THIRDS},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -100,6 +110,7 @@ OTHERS = {  # what the sizes above do not make consistent
     "qwen4_exp": INDEXER,
     "qwen4_exp_text": INDEXER,
     "reformer": {"is_decoder": True, "axial_pos_shape": [8, 16], "axial_pos_embds_dim": [32, 32]},
+    "xlnet": {"d_inner": 128},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {
         "hybrid_layer_ids": [1],

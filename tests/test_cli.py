@@ -22,7 +22,7 @@ from gptqkit.run import Run
 COMMANDS = {
     gptqkit.QuantizeConfig: ("quantize model out", "plan model"),
     gptqkit.Calibration: ("quantize model out --calibration a.txt", "plan model"),
-    Run: ("quantize model out", "plan model"),
+    Run: ("quantize model out",),
     gptqkit.Evaluation: ("evaluate model --dataset a.txt", "compare model --dataset a.txt"),
 }
 QUANTIZE = ["quantize", "model", "out"]
@@ -128,6 +128,9 @@ def test_settings_that_are_typed_in_a_form_of_their_own(settings):
         "",
         "plan model --calibration a.txt",
         "plan model --evaluate-on a.txt",
+        "plan model --push-to-hub me/model",
+        "plan model --strict",
+        "imatrix model out --calibration a.txt --resume",
         "quantise model out",
         "quantize model",
         "quantize model out --bits 5",

@@ -2,9 +2,12 @@
 
 import dataclasses
 import io
+import itertools
 import re
 import sys
+import time
 import types
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,15 @@ def quantize_two_layers_and_a_head(display):
     for done in range(1, 6):
         where = {"layer": None if done == 5 else (done - 1) // 2, "module": f"module.{done}"}
         display(Progress(stage="quantize", done=done, total=5, error=0.1 * done, rounding_error=0.2 * done, **where))
+
+
+def learn_two_layers(display):
+    for layer in range(2):
+        display(
+            Progress(stage="quantize", done=layer + 1, total=2, layer=layer, module="m", error=0.1, rounding_error=0.2)
+        )
+        for done in range(1, 41):
+            display(Progress(stage="learn", done=done, total=40, layer=layer))
 
 
 def evaluate(display):
@@ -44,6 +56,29 @@ def test_a_line_per_layer_and_ten_of_other_stages_without_a_terminal(work, lines
     stream = io.StringIO()
     work(ProgressDisplay(stream))
     assert [line.rpartition(", ")[0] for line in stream.getvalue().splitlines()] == lines
+
+
+def test_a_line_of_what_a_block_learned_and_one_every_minute_meanwhile(monkeypatch):
+    stream, now = io.StringIO(), itertools.count(0, 5)
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    learn_two_layers(ProgressDisplay(stream))
+    lines = [line.rpartition(", ")[0] if "error" in line else line for line in stream.getvalue().splitlines()]
+    assert [line for line in lines if not line.startswith("learn")] == [
+        f"quantize: layer {layer}, {layer + 1} of 2, mean error 0.1000 (rounding 0.2000)" for layer in range(2)
+    ]
+    told = [line for line in lines if line.startswith("learn: layer 1")]
+    assert told[-1] == "learn: layer 1, 40 of 40"
+    assert 2 <= len(told) <= 5
+    assert lines.index("learn: layer 0, 40 of 40") < lines.index(told[0])
+
+
+def test_a_bar_stays_while_a_block_learns(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    with closing(ProgressDisplay(stream)) as display:
+        learn_two_layers(display)
+    assert "learning layer 1, 40 of 40" in stream.getvalue()
+    assert "\n" not in stream.getvalue().rstrip("\n")
 
 
 def test_an_unfinished_layer_is_told_when_the_work_ends():

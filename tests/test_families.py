@@ -1,19 +1,25 @@
 """A dozen of the families that `make families` tries: each has something that the pipeline must cope with."""
 
+import copy
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import families
 import gptqkit
+from support.models import samples
+from support.pipeline import quantize, share_that_differs, weights
+from support.solvers import solve_gptaq
 
 OK = {  # and how many Linears stay in floating point
     "bamba": 0,  # state spaces and attention
     "deberta-v2": 0,  # blocks that return tuples and share positions
     "deepseek_v2": 0,  # latent attention, experts
     "falcon_h1": 0,  # both in one block
-    "gemma3n_text": 6,  # several versions of the hidden states; odd shapes
-    "gemma4_unified_text": 0,  # keys and values handed from block to block
+    "gemma3n_text": 12,  # several versions of the hidden states; odd shapes; keys and values written for later blocks
+    "gemma4_unified_text": 0,
+    "glm_moe_dsa": 2,  # choices of tokens handed from block to block
     "inkling2_text": 1,  # stored names that do not end in .weight
     "lfm2_moe": 0,  # blocks of two kinds
     "longt5": 0,  # both stacks; position biases handed from block to block
@@ -26,16 +32,74 @@ OK = {  # and how many Linears stay in floating point
 }
 REFUSED = {
     "musicgen": "has no embedding of token ids",
-    "pegasus_x": "hands on more than hidden states",
     "reformer": "returns a ReformerOutput, not hidden states",
-    "xlnet": "has its samples in another axis",
 }
+RECEIVED = [  # and whether samples are padded
+    ("xlnet", True),  # samples in the second axis of hidden states
+    ("zaya", True),  # states of routers handed from block to block
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (("fsmt", True), ("gemma4_text", True), ("glm_moe_dsa", False), ("pegasus_x", False))
+    ),
+]
+
+
+def kind_of(family):
+    return next(kind for kind in ("encoder-decoder", *families.KINDS) if family in families.KINDS[kind])
 
 
 def tried(family, folder):
-    kinds = ["encoder-decoder", *families.KINDS]
-    kind = next(kind for kind in kinds if family in families.KINDS[kind])
-    return families.outcome(kind, family, folder)
+    return families.outcome(kind_of(family), family, folder)
+
+
+def inputs_of(model, names, tokens):
+    """What modules receive, (rows, in), as the samples go one by one and whole, without padding, through the model."""
+    seen = {name: [] for name in names}
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(lambda _, given, rows=rows: rows.append(given[0]))
+        for name, rows in seen.items()
+    ]
+    masks = tokens.input_ids > -1 if tokens.attention_mask is None else tokens.attention_mask
+    for ids, mask in zip(tokens.input_ids, masks, strict=True):
+        text = ids[mask][None]
+        named = {"input_ids": text}
+        if model.config.is_encoder_decoder:
+            cut = max(1, text.shape[1] // 2)
+            start = torch.tensor([[model.config.decoder_start_token_id]])
+            named = {"input_ids": text[:, :cut], "decoder_input_ids": torch.cat([start, text[:, cut:]], 1)}
+        with torch.no_grad():
+            model(**named, use_cache=False) if model.config.is_encoder_decoder else model(**named)
+    for hook in hooks:
+        hook.remove()
+    return {name: torch.cat([each.flatten(0, -2) for each in rows]).double() for name, rows in seen.items()}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("family", "padded"), RECEIVED)
+def test_every_linear_is_solved_on_what_it_receives_in_the_quantized_model(family, padded, tmp_path):
+    """And beside what it receives in the float model; stacked experts, which are no modules there, are only put in."""
+    model, _ = families.build(kind_of(family), family, tmp_path / "float")
+    quantized, tokens = copy.deepcopy(model), samples(padded=padded)
+    report = quantize(tmp_path / "float", tmp_path / "out", tokens, method="gptaq", bits=3).report
+    linears = dict(model.named_modules())
+    floats = inputs_of(model, [each.name for each in report.modules if each.name in linears], tokens)
+    stored, stacked = weights(tmp_path / "out"), set()
+    for module in report.modules:
+        if module.name in linears:
+            x = inputs_of(quantized, [module.name], tokens)[module.name]
+            weight, found = linears[module.name].weight.detach(), stored[module.name]
+            assert module.tokens == len(x)
+            hessian, cross = (part.T @ x / len(x) for part in (x, floats[module.name] - x))
+            config = gptqkit.QuantizeConfig(bits=3, group_size=found.group_size, sym=False, method="gptaq")
+            expected = solve_gptaq(weight, hessian.float(), cross.float(), config).weight
+            assert share_that_differs(expected, found) < 0.02, module.name
+            lost = x @ (weight - found.dequantize()).T.double()
+            assert module.error == pytest.approx(float(lost.norm() / (x @ weight.T.double()).norm()), rel=1e-3)
+            quantized.get_submodule(module.name).weight.data = found.dequantize()
+        elif module.layer not in stacked:  # all of a layer at once
+            stacked.add(module.layer)
+            names = [each.name for each in report.modules if each.layer == module.layer and each.name not in linears]
+            families.put_quantized(quantized, tmp_path / "float", tmp_path / "out", names)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -57,17 +121,20 @@ def test_what_cannot_be_done_is_refused_before_any_work(family, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_resuming_a_model_with_hidden_states_of_another_form(tmp_path):
+def test_resuming_a_model_with_hidden_states_of_another_form_and_others_beside_them(tmp_path):
     _, inputs = families.build("language model", "gemma3n_text", tmp_path / "float")
-    calibration = gptqkit.Calibration(inputs["input_ids"], sequence_length=32)
+    calibration, run = gptqkit.Calibration(inputs["input_ids"], sequence_length=32), {"activations": "disk"}
 
     def stop(progress):
-        if progress.layer == 1:
+        if progress.layer == 3:  # which is given the keys and values of another
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        gptqkit.quantize(tmp_path / "float", calibration, tmp_path / "resumed", progress=stop)
-    gptqkit.quantize(tmp_path / "float", calibration, tmp_path / "resumed", run=gptqkit.Run(resume=True))
+        gptqkit.quantize(tmp_path / "float", calibration, tmp_path / "resumed", run=run, progress=stop)
+    steps = []
+    run["resume"] = True
+    gptqkit.quantize(tmp_path / "float", calibration, tmp_path / "resumed", run=run, progress=steps.append)
+    assert {step.layer for step in steps} == {3}
     gptqkit.quantize(tmp_path / "float", calibration, tmp_path / "whole")
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("resumed", "whole"))
     assert first.keys() == second.keys()

@@ -19,6 +19,16 @@ def learned(model, out, **settings):
     return quantize(model, out, samples(64), bits=2, learn_iterations=30, **settings)
 
 
+def test_every_step_is_told(tmp_path):
+    steps = []
+    quantize(build("qwen2"), tmp_path / "out", bits=2, learn_iterations=3, progress=steps.append)
+    block = [("quantize", done) for done in range(1, 8)] + [("learn", done) for done in range(1, 4)]
+    assert [(step.stage, step.done) for step in steps[:10]] == block
+    assert [(step.layer, step.done, step.total) for step in steps if step.stage == "learn"] == [
+        (layer, done, 3) for layer in range(2) for done in range(1, 4)
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [("qwen2", {"method": "rtn"}), ("gpt2", {"method": "gptq", "desc_act": True}), ("mixtral", {"method": "gptq"})],

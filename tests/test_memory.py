@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import gptqkit
-from gptqkit.errors import DoesNotFitError
+from gptqkit.errors import ConfigError, DoesNotFitError
 from gptqkit.memory import available_ram
 from gptqkit.units import size_text
 from support.jobs import processes
@@ -108,6 +108,7 @@ def measured(folder, config, *job):
         ("float32", 8, 32, {"method": "gptaq", "float64": True}, {}),  # the solver
         ("qwen3_moe", 8, 64, {"method": "gptaq"}, {}),  # the statistics of all experts
         ("llama", 0, 64, {"method": "rtn"}, {}),
+        ("llama", 16, 64, {"bits": 2, "target_bits": 4.5}, {}),
         pytest.param("float32", 0, 64, {"method": "rtn"}, {}, marks=pytest.mark.slow),
         pytest.param("mixtral", 8, 64, {}, {}, marks=pytest.mark.slow),
         pytest.param("llama", 64, 64, {"method": "gptaq"}, {"batch_size": 2}, marks=pytest.mark.slow),
@@ -219,11 +220,15 @@ def test_what_cannot_run_is_refused_and_what_may_not_is_warned_of(folder, machin
 
 def test_a_job_that_cannot_run_is_refused_before_any_work(tmp_path, machine):
     model = save(llama("bfloat16"), tmp_path / "model")
-    machine(ram=1000)
-    steps = []
+    steps, run = [], gptqkit.Run(device="cpu", strict=True)
     calibration = gptqkit.Calibration(torch.ones(2, 16, dtype=torch.int64), sequence_length=16)
-    with pytest.raises(DoesNotFitError, match="of RAM is the least that this job needs, and there is 1000 B"):
-        gptqkit.quantize(model, calibration, tmp_path / "out", progress=steps.append, run=gptqkit.Run(device="cpu"))
+    for config in ({"group_size": 96}, {"group_size": 96, "target_bits": 3.5}):
+        with pytest.raises(ConfigError, match=r"6 Linears take smaller groups, .*; change the settings for these"):
+            gptqkit.quantize(model, calibration, tmp_path / "out", config, progress=steps.append, run=run)
+    machine(ram=1000)
+    for config in ({}, {"target_bits": 3.5}):
+        with pytest.raises(DoesNotFitError, match="of RAM is the least that this job needs, and there is 1000 B"):
+            gptqkit.quantize(model, calibration, tmp_path / "out", config, progress=steps.append, run=run)
     assert not steps
     assert list(tmp_path.iterdir()) == [model]
 

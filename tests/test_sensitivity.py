@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gptqkit import QuantizeConfig, inspect, load
-from gptqkit.errors import ConfigError
+from gptqkit.errors import ConfigError, DoesNotFitError
 from support.models import build, samples
 from support.pipeline import outputs, quantize, weights
 
@@ -65,3 +65,12 @@ def test_what_cannot_be_chosen(tmp_path):
         QuantizeConfig(target_bits=1.5)
     with pytest.raises(ConfigError, match="one setting"):
         quantize(build("qwen2"), tmp_path / "out", bits=4, format="awq", target_bits=3.5)
+
+
+def test_memory_that_runs_out_meanwhile_is_explained(tmp_path, monkeypatch):
+    def solve(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    monkeypatch.setattr("gptqkit.sensitivity.solve_gptq", solve)
+    with pytest.raises(DoesNotFitError, match="use --activations disk"):
+        quantize(build("qwen2"), tmp_path / "out", target_bits=3.5)

@@ -99,7 +99,7 @@ def quantize(
             one.
         evaluate_on: A text or data set: measure the finished checkpoint's perplexity and record it. Not for encoders,
             which have none.
-        progress: Called once per module, and while evaluating.
+        progress: Called once per module, per step of learning and tuning, and while evaluating.
 
     Returns:
         The report and the path.
@@ -132,13 +132,14 @@ def quantize(
             length = default_length(source.model) if samples is None else samples.input_ids.shape[1]
             text = None if evaluate_on is None else _text(source, evaluate_on, tokenizer, length)
             _check_predicts(source, config)
+        run = _planned(source, config, samples, run, processes, work_path(out))
         if config.target_bits is not None and samples is not None:
-            config = with_chosen_bits(source, samples, config, processes, run, progress)
+            with _explained_memory():
+                config = with_chosen_bits(source, samples, config, processes, run, progress)
         identity = identity_of(source, config, samples, run.batch_size, processes.device)
         check_agreement(processes, identity)
         with Job(out, identity, processes, resume=run.resume, overwrite=run.overwrite) as job:
             job.check_shared()
-            run = _planned(source, config, samples, run, processes, job)
             pipeline = Pipeline(source, samples, config, job, processes, run=run, progress=progress)
             with _explained_memory():
                 pipeline.run()
@@ -319,13 +320,13 @@ def _text(source: FloatModel, dataset: Any, tokenizer: Any, length: int) -> Tens
 
 
 def _planned(
-    source: FloatModel, config: QuantizeConfig, samples: Samples | None, run: Run, processes: Processes, job: Job
+    source: FloatModel, config: QuantizeConfig, samples: Samples | None, run: Run, processes: Processes, folder: Path
 ) -> Run:
     """Return `run` with the place of hidden states chosen, the same in all processes; refuse what cannot run."""
     shape = None if samples is None else samples.input_ids.shape
-    needed = estimate(source.empty, config, shape, run, processes.device, job.folder, processes=processes.size)
+    needed = estimate(source.empty, config, shape, run, processes.device, folder, processes=processes.size)
     with processes.together():
-        if processes.rank == 0 and not job.records:
+        if processes.rank == 0 and not (run.resume and any(folder.glob("block-*.json"))):
             needed.check()
     places = processes.gather(needed.activations)
     slowest = max(places, key=("device", "memory", "disk").index)

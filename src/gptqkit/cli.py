@@ -62,6 +62,8 @@ TOKENIZER = "folder of a tokenizer, or its id on the Hub (default: that of the m
 CALIBRATION = f"text to calibrate on, which every method but rtn needs: {SOURCES}. May be repeated for several files"
 REFERENCE = "float model to compare with, by KL divergence and top-1 agreement, or by the embeddings of an encoder"
 
+UPLOAD = ("push_to_hub", "private")
+
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line; `command` in its result names the subcommand."""
@@ -92,13 +94,13 @@ def parser() -> argparse.ArgumentParser:
     imatrix.add_argument("--calibration", action="append", metavar="SOURCE", required=True, help=how)
     imatrix.add_argument("--tokenizer", metavar="TOKENIZER", help=TOKENIZER)
     add_fields(imatrix.add_argument_group("calibration"), Calibration)
-    add_fields(imatrix.add_argument_group("run"), Run)
+    add_fields(imatrix.add_argument_group("run"), Run, ("resume", "strict", "shard_size", *UPLOAD))
 
     plan = _add_command(commands, _plan, "estimate the memory and disk space that quantizing a model needs")
     plan.add_argument("model", metavar="MODEL", help=MODEL)
     plan.add_argument("--out", metavar="OUT", type=Path, help="folder that would be written (default: one here)")
     plan.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
-    add_settings(plan)
+    add_settings(plan, ("overwrite", "resume", "strict", *UPLOAD))
 
     evaluate = _add_command(commands, _evaluate, "measure a model's perplexity, and how far it is from a reference")
     evaluate.add_argument("model", metavar="MODEL", help="folder of a model, quantized or not, or its id on the Hub")

@@ -29,11 +29,14 @@ class ProgressDisplay:
         self._stream = sys.stderr if stream is None else stream
         self._bar: tqdm[Any] | None = None
         self._stage: str | None = None
-        self._began, self._done_before, self._told = 0.0, 0, 0
+        self._began, self._done_before, self._told, self._wrote = 0.0, 0, 0, 0.0
         self._untold: list[Progress] = []  # steps of a layer, or of a tenth of another stage
 
     def __call__(self, step: Progress) -> None:
-        """Show `step`; a step of another stage closes the bar of the one before."""
+        """Show `step`; a step of another stage closes the bar of the one before, unless a block learns meanwhile."""
+        if step.stage == "learn":
+            self._learn(step)
+            return
         if step.stage != self._stage:
             self.close()
             self._stage, self._began = step.stage, time.monotonic()
@@ -64,6 +67,16 @@ class ProgressDisplay:
         self._tell()
         self._stage = None
 
+    def _learn(self, step: Progress) -> None:
+        """Show how far the rounding of a block is learned: beside the bar, or in a line every minute and at the end."""
+        where = f"layer {step.layer}, {step.done} of {step.total}"
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"learning {where}")
+            return
+        self._tell()
+        if step.done == step.total or time.monotonic() - self._wrote > 60:
+            self._write(f"learn: {where}")
+
     def _tell(self) -> None:
         """Write the line of the steps that were not told yet."""
         if not self._untold:
@@ -76,9 +89,13 @@ class ProgressDisplay:
             line += f", mean error {sum(errors) / len(errors):.4f} (rounding {sum(rounding) / len(errors):.4f})"
         taken = time.monotonic() - self._began
         left = taken / (last.done - self._done_before) * (last.total - last.done)
-        self._stream.write(f"{line}, {taken:.1f} s" + (f" (about {left:.0f} s left)" if left else "") + "\n")
-        self._stream.flush()
+        self._write(f"{line}, {taken:.1f} s" + (f" (about {left:.0f} s left)" if left else ""))
         self._told, self._untold = last.done, []
+
+    def _write(self, line: str) -> None:
+        self._stream.write(f"{line}\n")
+        self._stream.flush()
+        self._wrote = time.monotonic()
 
 
 def key_values(values: Mapping[str, Any]) -> str:

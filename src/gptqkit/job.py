@@ -8,6 +8,7 @@ It stands beside the checkpoint to be, `.NAME.gptqkit-work`, and vanishes with t
     block-N.json             its record; written last: a block without it is not finished
     hidden-N-R.bin ...       hidden states that enter block N, of the samples of process R; float-N-R.bin for GPTAQ
     encoded-N-R.bin ...      those that left an encoder, for its decoder; encoded-float-N-R.bin for GPTAQ
+    hidden-beside-N-R.bin    what enters it beside them, where blocks hand on more; float-beside-N-R.bin for GPTAQ
     states.json              which of these files are whole; written last
     checkpoint/              the directory that becomes the target
     complete.json            it is complete; where it is gone, it is the target by now
@@ -36,7 +37,7 @@ from typing import Any
 import torch
 
 from .assembly import record_of
-from .calibration.cache import ActivationCache
+from .calibration.cache import ActivationCache, Handed
 from .distributed import Processes
 from .errors import CheckpointError, GptqkitError, OutputExistsError, RankError, ResumeError
 from .export.checkpoint import Checkpoint
@@ -52,7 +53,7 @@ SAVE_SECONDS = 300.0
 
 _OWN = re.compile(  # the files of a job
     r"lock|((job|states|complete|head|block-\d+)\.json|(outside|head|block-\d+)\.\d+\.safetensors)(\.tmp)?"
-    r"|(hidden|float|encoded|encoded-float)-\d+r?-\d+\.bin|checkpoint"
+    r"|((hidden|float)(-beside)?|encoded|encoded-float)-\d+r?-\d+\.bin|checkpoint"
 )
 
 
@@ -141,7 +142,7 @@ class Job:
         """
         return self.folder / f"{stream}-{layer:05}{'r' * again}-{self._processes.rank}.bin"
 
-    def save_states(self, layer: int, caches: Mapping[str, ActivationCache]) -> None:
+    def save_states(self, layer: int, caches: Mapping[str, ActivationCache | Handed]) -> None:
         """Save the hidden states that enter block `layer`, if it is time to; those saved before are deleted."""
         on_disk = all(cache.file is not None for cache in caches.values())
         late = self._processes.gather(time.monotonic() - self._saved > SAVE_SECONDS)[0]
@@ -168,7 +169,7 @@ class Job:
         self._processes.gather(None)  # nobody goes on to the next files before
         self._saved = time.monotonic()
 
-    def load_states(self, stream: str, cache: ActivationCache) -> None:
+    def load_states(self, stream: str, cache: ActivationCache | Handed) -> None:
         """Fill `cache` with what was saved last, by whichever processes."""
         for name, start, stop, _ in (self.states or {"files": {stream: []}})["files"][stream]:
             cache.load(self.folder / name, range(start, stop))

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from .calibration.batches import in_pieces, pieces, shuffled
 from .distributed import Processes
 from .export.formats import find_format
+from .progress import Progress, ProgressCallback
 from .quantizer.config import QuantizeConfig
 from .quantizer.learned import Learned, learn
 from .quantizer.methods import Solution
@@ -23,7 +24,12 @@ BATCH = 8  # samples per step, of all processes
 
 
 def learn_block(
-    layer: int, solved: Mapping[str, Solution], streams: Streams, processes: Processes, config: QuantizeConfig
+    layer: int,
+    solved: Mapping[str, Solution],
+    streams: Streams,
+    processes: Processes,
+    config: QuantizeConfig,
+    progress: ProgressCallback,
 ) -> Learned:
     """Learn the rounding of a block's Linears together; the block itself is left with other weights.
 
@@ -36,16 +42,23 @@ def learn_block(
         streams: The calibration samples.
         processes: Those that share them.
         config: Format and number of iterations.
+        progress: Called once per iteration.
 
     Raises:
         ArchitectureError: A block through which no gradients flow.
     """
-    fit, layout = _Fit(layer, list(solved), streams, processes), find_format(config.format)
+    fit, layout, steps = _Fit(layer, list(solved), streams, processes), find_format(config.format), itertools.count(1)
+
+    def gradients(values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        found = fit.gradients(values)
+        progress(Progress(stage="learn", done=next(steps), total=config.learn_iterations, layer=layer))
+        return found
+
     return learn(
         {name: one.to(processes.device) for name, one in solved.items()},
         None if layout.snaps else layout.snap,  # scales that depend on one another stay
         iterations=config.learn_iterations,
-        gradients=fit.gradients,
+        gradients=gradients,
         score=fit.score,
     )
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -271,7 +272,9 @@ def _made_again(parts: Sequence[list[Target]], config: QuantizeConfig, run: Run)
 
 def _packed_bytes(target: Target) -> int:
     """Return what one Linear takes in the checkpoint."""
-    rows, columns = target.shape
+    (rows, columns), average = target.shape, target.config.target_bits
+    if average is not None and not any(re.search(pattern, target.name) for pattern in target.config.overrides):
+        return round(rows * columns * average / 8)
     return rows * (columns * target.config.bits // 8 + 4 * (columns // (target.config.group_size or columns)))
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
 from .calibration.config import Calibration
@@ -50,23 +50,23 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: usage error: {' '.join(message.split())}\nTry '{self.prog} --help'.\n")
 
 
-def add_settings(command: argparse.ArgumentParser) -> None:
-    """Add what `quantize` and `plan` share."""
+def add_settings(command: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """Add what `quantize` and `plan` share, but for some fields of `Run`."""
     grid = command.add_argument_group("quantization")
     add_fields(grid, QuantizeConfig)
     add: dict[str, Any] = {"action": "append", "default": [], "dest": "overrides"}
     grid.add_argument("--override", type=_override, metavar="REGEX:bits=8,group_size=32", help=OVERRIDE, **add)
     grid.add_argument("--skip", type=_skip, metavar="REGEX", help="leave such modules in floating point", **add)
     add_fields(command.add_argument_group("calibration"), Calibration)
-    add_fields(command.add_argument_group("run"), Run)
+    add_fields(command.add_argument_group("run"), Run, without)
 
 
-def add_fields(group: argparse._ActionsContainer, kind: type) -> None:
-    """Add an option for every plain field of a dataclass; what is not given is left to the dataclass."""
+def add_fields(group: argparse._ActionsContainer, kind: type, without: Collection[str] = ()) -> None:
+    """Add an option for every other plain field of a dataclass; what is not given is left to the dataclass."""
     texts = _attribute_texts(kind)
     for field in dataclasses.fields(kind):
         base = str(field.type).removesuffix(" | None")
-        if base not in ("bool", "int", "float", "str"):
+        if base not in ("bool", "int", "float", "str") or field.name in without:
             continue
         option, shown = field.name.replace("_", "-"), cast(Any, field.default)
         how: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}

@@ -24,7 +24,6 @@ from .calibration.halves import parts_of
 from .calibration.samples import Samples
 from .calibration.statistics import InputStatistics
 from .distributed import Processes
-from .errors import ConfigError
 from .identity import versions
 from .job import Job
 from .learning import learn_block
@@ -38,7 +37,7 @@ from .run import LARGEST_BATCH, Run
 from .solving import Measured, Solved, solve_all
 from .streams import Streams
 from .subsets import Group, Subset, portions
-from .targets import Target, find_head, find_targets, matrix, misfits
+from .targets import Target, find_head, find_targets, matrix, misfits, refuse
 from .tuning import tune
 from .verify import check_block
 
@@ -190,7 +189,7 @@ class Pipeline:
             self._commit(layer, solved, reports, streams, learned)
         if not last:
             streams.advance("hidden", layer, block)
-            self.job.save_states(layer + 1, streams.caches)
+            self.job.save_states(layer + 1, streams.states)
 
     def _solve_block(
         self, layer: int, streams: Streams, twin: nn.Module | None
@@ -247,8 +246,7 @@ class Pipeline:
 
     def _tell(self, problems: list[str]) -> None:
         """Log what is not quantized as asked, or refuse it where that was wanted."""
-        if self._strict and problems:
-            raise ConfigError(f"{'; '.join(problems)}; change the settings for these, or leave strict out")
+        refuse(problems if self._strict else [])
         for line in problems if self.processes.rank == 0 else ():
             _LOG.warning("%s", line)
 
@@ -287,7 +285,7 @@ class Pipeline:
         self, layer: int, found: Mapping[str, Solution], solved: dict[str, QuantizedWeight], streams: Streams
     ) -> BlockReport:
         """Learn the rounding of a block, and put what came of it in place."""
-        learned = learn_block(layer, found, streams, self.processes, self.config)
+        learned = learn_block(layer, found, streams, self.processes, self.config, self._progress)
         moved = sum(int((new.codes.cpu() != solved[name].codes).sum()) for name, new in learned.weights.items())
         solved |= {name: weight.to("cpu") for name, weight in learned.weights.items()}
         self._install(solved)

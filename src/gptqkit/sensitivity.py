@@ -31,7 +31,7 @@ from .quantizer.gptq import solve_gptq
 from .run import LARGEST_BATCH, Run
 from .streams import Streams
 from .subsets import Group, portions
-from .targets import Target, find_targets, matrix
+from .targets import Target, find_targets, matrix, misfits, refuse
 
 _LOG = logging.getLogger("gptqkit")
 SAMPLES = 4  # on which a block shows what an error inside it does to its output
@@ -72,13 +72,15 @@ def with_chosen_bits(
         progress: Called once per block.
 
     Raises:
-        ConfigError: A format with one setting for all modules, or a target that no widths reach.
+        ConfigError: A format with one setting for all modules, a target that no widths reach, or, with `strict`,
+            Linears that do not fit.
     """
     layout, target_bits = find_format(config.format), cast(float, config.target_bits)
     if layout.uniform:
         raise ConfigError(f"{config.format} knows one setting of bits for all; leave target_bits out, or use gptq_v2")
     blocks = dict(zip(source.paths, source.blocks, strict=True))
-    targets, _ = find_targets(source.model, blocks, config)
+    targets, left = find_targets(source.model, blocks, config)
+    refuse(misfits(targets, left, config) if run.strict else [])
     size = run.batch_size or LARGEST_BATCH
     mine = processes.share(len(samples.input_ids), size)
     batches = Batches(samples, parts_of(samples, source.model), mine, size, processes.device)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .calibration.batches import Batches
-from .calibration.cache import ActivationCache
+from .calibration.cache import ActivationCache, Handed
 from .calibration.capture import (
     BlockCall,
     Forward,
@@ -37,6 +38,7 @@ from .targets import Target, is_matrix, matrix, output_layer
 
 ENCODED = {"hidden": "encoded", "float": "encoded-float"}
 """Names of the streams that end with an encoder, and are kept for its decoder."""
+BESIDE = "-beside"
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +52,8 @@ class Stack:
         axis: Of the samples in hidden states.
         beside: Where later blocks are given what the first one returns beside hidden states, such as T5's position
             bias: that block without the weights of its Linears, which makes the same.
+        handed: Which of these values the next block is given where there is no such block; None where blocks hand on
+            nothing but hidden states, and write nothing into mappings that they are given.
     """
 
     blocks: range
@@ -57,6 +61,12 @@ class Stack:
     shape: tuple[int, ...]
     axis: int
     beside: nn.Module | None
+    handed: tuple[int, ...] | None
+
+    @property
+    def across(self) -> bool:
+        """Whether hidden states are (length, samples, width)."""
+        return self.axis == 1 and len(self.shape) == 2
 
 
 class Streams:
@@ -66,11 +76,13 @@ class Streams:
 
     Attributes:
         caches: "hidden" and "float": what enters the next block; of an encoder that is done, what left it (`ENCODED`).
+        handed: By the same names, what the block before hands on beside, if it does.
     """
 
     def __init__(self, model: FloatModel, batches: Batches, processes: Processes, *, paired: bool, skip: bool) -> None:
         self.model, self.batches, self.processes, self.paired, self.skip = model, batches, processes, paired, skip
         self.caches: dict[str, ActivationCache] = {}
+        self.handed: dict[str, Handed] = {}
         self._stacks: list[Stack] = []
         self._again: set[str] = set()  # Linears that a block calls several times
 
@@ -87,7 +99,12 @@ class Streams:
         if job.states is None:
             return 0
         layer = int(job.states["layer"])
-        for stream in job.states["files"]:
+        for stream in sorted(job.states["files"]):  # "hidden" before what is beside it
+            if stream.endswith(BESIDE):
+                whose = stream.removesuffix(BESIDE)
+                self.handed[whose] = Handed(self.batches.mine, self.caches[whose])
+                job.load_states(stream, self.handed[whose])
+                continue
             stack = self._stacks[0] if stream in ENCODED.values() else self._stack(layer)
             self.caches[stream] = self._cache(stack, job.states_file(stream, layer, again=True))
             job.load_states(stream, self.caches[stream])
@@ -96,11 +113,12 @@ class Streams:
     def enter(self, layer: int) -> None:
         """Let embeddings into the caches where block `layer` is the first of a stack."""
         stack = self._stack(layer)
-        self.batches.stack = self._stacks.index(stack)
+        self.batches.stack, self.batches.across = self._stacks.index(stack), stack.across
         if layer != stack.blocks.start:
             return
         fresh = ("hidden", "float") if self.paired else ("hidden",)
         self.caches |= {each: self._cache(stack, self._job.states_file(each, layer)) for each in fresh}
+        self.handed = {each: Handed(self.batches.mine, self.caches[each]) for each in fresh if stack.handed is not None}
         for batch in self.batches:
             call = self.batches.attempt(batch, self._call, layer)
             if call is not None:
@@ -111,39 +129,50 @@ class Streams:
         """Run the first of the blocks of a stack, which is there, on one sample."""
         block, name = self.model.blocks[blocks.start], type(self.model.model).__name__
         call = self._call(range(1), blocks.start)
-        axis = int(call.hidden.ndim > 3 and call.hidden.shape[1] == 1)  # Gemma 3n has several versions of each sample's
-        if call.hidden.shape[axis] != 1:
-            raise ArchitectureError(f"{name} has its samples in another axis of hidden states than the first one")
+        twice = {key: torch.cat([tensor, tensor]) for key, tensor in self.batches.tensors(range(1)).items()}
+        two = block_call(self.model.model, self.model.blocks, twice, self._before(range(1), blocks.start, "hidden"))
+        sizes = enumerate(zip(call.hidden.shape, two.hidden.shape, strict=True))
+        axis = next((axis for axis, (one, both) in sizes if (one, both) == (1, 2)), None)
+        if axis is None:
+            raise ArchitectureError(
+                f"{name} has no axis of samples in its hidden states, {tuple(call.hidden.shape)} of one"
+            )
         shape, output = tuple(call.hidden.movedim(axis, 0).shape[1:]), call(block, call.hidden)
         returned = len(output) if type(output) in (tuple, list) else 0
         hidden = _hidden(output, block)
-        beside = self._beside(blocks, hidden, output) if returned and len(blocks) > 1 else None
-        return Stack(blocks, returned, shape, axis, beside)
+        beside, handed = self._beside(blocks, hidden, output) if returned and len(blocks) > 1 else (None, ())
+        return Stack(blocks, returned, shape, axis, beside, handed if handed or call.mappings else None)
 
-    def _beside(self, blocks: range, hidden: Tensor, output: Sequence[Any]) -> nn.Module | None:
-        """Return what makes what the second block of a stack needs beside hidden states; None where it needs nothing.
+    def _beside(self, blocks: range, hidden: Tensor, output: Sequence[Any]) -> tuple[nn.Module | None, tuple[int, ...]]:
+        """Return what makes what the second block of a stack needs beside hidden states, or which values it is given.
 
         Tried on one sample that the first block, which is there, made `output` of. A GPU may sum in another order.
+        What the second block can do without may be for later ones.
         """
         model, tensors, first = self.model, self.batches.tensors(range(1)), self.model.blocks[blocks.start]
         before = self._before(range(1), blocks.start, "hidden")
-        call = block_call(model.model, model.blocks, tensors, [*before, lambda *_, **__: output])
+        marks = [torch.empty(0) for _ in output]  # the value itself may be None here
+        call = block_call(model.model, model.blocks, tensors, [*before, lambda *_, **__: (hidden, *marks[1:])])
         given = {id(each) for each in (*call.arguments, *call.named.values())}
-        if not any(isinstance(value, Tensor) and id(value) in given for value in output[1:]):
-            return None
+        handed = tuple(place for place, mark in enumerate(marks) if place and id(mark) in given)
+        if not any(isinstance(output[place], Tensor) for place in handed):
+            return None, handed
+        call = block_call(model.model, model.blocks, tensors, [*before, lambda *_, **__: output])
         beside, second = _without_products(first), model.blocks[blocks.start + 1]
         with model.block(blocks.start + 1, self.batches.device, self._dtype):
             expected, again = (self._run(call, hidden, second) for _ in range(2))
             for candidate in (None, beside):
-                handed = hand_on(len(output), beside=candidate)
+                passed = hand_on(len(output), beside=candidate)
                 with suppress(ArchitectureError):  # it cannot run without
-                    found = self._run(block_call(model.model, model.blocks, tensors, [*before, handed]), hidden, second)
+                    found = self._run(block_call(model.model, model.blocks, tensors, [*before, passed]), hidden, second)
                     if _distance(found, expected) <= 10 * _distance(again, expected):
-                        return candidate
-        raise ArchitectureError(
-            f"a {type(first).__name__} hands on more than hidden states, which depends on its Linears, so this model "
-            "cannot be quantized block by block"
-        )
+                        return candidate, handed if candidate is None else ()
+        return None, handed
+
+    @property
+    def states(self) -> dict[str, ActivationCache | Handed]:
+        """All that enters the next block, by name."""
+        return {**self.caches, **{stream + BESIDE: each for stream, each in self.handed.items()}}
 
     def progress(self) -> dict[str, Any]:
         """Return what the next process must know, as plain values for JSON.
@@ -162,7 +191,7 @@ class Streams:
             block, hidden = self.model.blocks[layer], self._read("hidden", one, layer)
             modules = {target.inner: block.get_submodule(target.inner) for target in targets}
             traced = trace_inputs(modules, partial(self._run, self._call(one, layer), hidden, block))
-            tokens = hidden.shape[self._stack(layer).axis : -1].numel()
+            tokens = math.prod(self._stack(layer).shape[:-1])
             for names, received in traced:
                 counts = [each.shape[:-1].numel() for each in received]
                 part = any(count != tokens and self.batches.stack_of(count, 1) is None for count in counts)
@@ -216,7 +245,7 @@ class Streams:
     def collect_head(self, head: Target) -> Measured:
         """Run all samples once, and sum up what the output layer receives."""
         statistics = InputStatistics(head.shape[1], self.batches.device, cross=self.paired)
-        self.batches.stack = len(self._stacks) - 1
+        self.batches.stack, self.batches.across = len(self._stacks) - 1, False
         for batch in self.batches:
             streams = self.batches.attempt(batch, self._head_inputs)
             if streams is not None:
@@ -238,6 +267,8 @@ class Streams:
                 after.write(batch, states.movedim(stack.axis, 0))
         del self.caches[stream]
         self.caches[name] = after
+        if layer + 1 == stack.blocks.stop:
+            self.handed.pop(stream, None)
 
     def distance(self, layer: int, batch: range) -> tuple[Tensor, Tensor]:
         """Return how far block `layer` takes a batch from where it is in the float model, which is a block ahead.
@@ -341,12 +372,28 @@ class Streams:
                 own[-1] = hand_on(stack.returned, leaving=kept.read(batch).movedim(0, stack.axis))
             elif own and stack.beside is not None:
                 own[0] = hand_on(stack.returned, beside=stack.beside)
+            elif own and stream in self.handed:
+                values, written = self.handed[stream].read(batch)
+                own[-1] = hand_on(stack.returned, beside=_giving(values, written))
             before += own
         return before
 
     def _forward(self, batch: range, layer: int, block: nn.Module, stream: str) -> Tensor:
         """Return what leaves `block` of a batch."""
-        return self._run(self._call(batch, layer, stream), self._read(stream, batch, layer), block)
+        call, stack = self._call(batch, layer, stream), self._stack(layer)
+        before = {name: dict(each) for name, each in call.mappings.items()}
+        output = call(block, self._read(stream, batch, layer))
+        if stack.handed is not None:
+            known = self.handed[stream].read(batch)[1] if layer > stack.blocks.start else {}
+            written = {
+                name: known.get(name, {})
+                | {key: value for key, value in each.items() if value is not before[name].get(key)}
+                for name, each in call.mappings.items()
+            }
+            self.handed[stream].write(
+                batch, ([output[place] if place in stack.handed else None for place in range(stack.returned)], written)
+            )
+        return _hidden(output, block)
 
     def _run(self, call: BlockCall, hidden: Tensor, block: nn.Module) -> Tensor:
         return _hidden(call(block, hidden), block)
@@ -369,6 +416,17 @@ def _hidden(output: Any, block: nn.Module) -> Tensor:
             "quantized block by block"
         )
     return states
+
+
+def _giving(values: Sequence[Any], written: Mapping[str, Mapping[Any, Any]]) -> Forward:
+    """Return what returns some values as a block did, and writes what blocks wrote."""
+
+    def forward(*_: Any, **named: Any) -> Sequence[Any]:
+        for name, each in written.items():
+            named[name].update(each)
+        return values
+
+    return forward
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

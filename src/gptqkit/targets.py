@@ -239,6 +239,12 @@ def misfits(targets: list[list[Target]], left: Mapping[str, str], config: Quanti
     return lines
 
 
+def refuse(problems: list[str]) -> None:
+    """Raise ConfigError where anything is not quantized as asked, as `misfits` found it."""
+    if problems:
+        raise ConfigError(f"{'; '.join(problems)}; change the settings for these, or leave strict out")
+
+
 def fitting_group(columns: int, wanted: int) -> int:
     """Return the size of groups that divides `columns` and comes closest to `wanted` from below.
 
