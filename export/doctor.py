@@ -27,7 +27,7 @@ from .layers import trivial_index
 from .shards import Shards, read_json, same_bits
 from .staging import check_target, staged
 
-VERSIONS = ("gptq", "gptq_v2")
+VERSIONS = {"gptq": 1, "gptq_v2": 0}  # how much less than a zero point they store
 _KEYS = ("bits", "group_size", "desc_act", "sym")  # without which some readers do not load a file
 
 
@@ -173,7 +173,7 @@ def _judge_zero_points(case: _Case, format: str | None, missing: Sequence[str]) 
         case.values["sym"] = all(kinds.values())
         kinds = kinds if case.values["sym"] else {}
     case.middle = {name for name, kind in kinds.items() if kind}
-    other = VERSIONS[case.label == "gptq"]
+    [other] = VERSIONS.keys() - {case.label}
     contrary, swapped = ([name for name in kinds if kinds[name] == kind] for kind in (other, "swapped"))
     if contrary and len(contrary) == len(case.middle):
         case.meant = other
@@ -227,11 +227,11 @@ def _repaired(case: _Case, name: str) -> dict[str, Tensor]:
     tensors = case.opened.tensors.below(name, (*case.opened.format.suffixes, "bias"))
     if case.label in VERSIONS:
         spec = case.opened.layers[name]
-        zero = unpack(tensors["qzeros"], spec.bits).to(torch.int16) + (case.meant == "gptq")
+        zero = unpack(tensors["qzeros"], spec.bits).to(torch.int16) + VERSIONS[case.meant]
         if name in case.middle:
             zero.fill_(1 << (spec.bits - 1))
         try:
-            tensors["qzeros"] = pack(zero - (case.target == "gptq"), spec.bits)
+            tensors["qzeros"] = pack(zero - VERSIONS[case.target], spec.bits)
         except ShapeError as error:
             raise ConversionError(f"{name} has zero points that {case.target} cannot hold: {error}") from error
         tensors.setdefault("g_idx", trivial_index(spec.in_features, spec.group_size))
