@@ -22,7 +22,7 @@ from .checkpoint import REPORT, Checkpoint, read_quantization_config, whole_chec
 from .convert import check_apart, fill, update_report, write_quantization_config
 from .files import check_folder
 from .formats import declared_format, find_format
-from .gptq import SUFFIXES, kind_of_zeros, settings_of_shapes
+from .gptq import kind_of_zeros, settings_of_shapes
 from .layers import trivial_index
 from .shards import Shards, read_json, same_bits
 from .staging import check_target, staged
@@ -73,10 +73,9 @@ class Diagnosis:
 
 @dataclass
 class _Case:
-    """A checkpoint under examination: `values` become the right quantization config, damage and notes are added.
+    """A checkpoint that says it is `label`, is `meant` and becomes `target`, with `values` in its quantization config.
 
-    It is declared to be `label`, is `meant`, and is to be written as `target`; the zero points of the layers in
-    `middle` are 2^(bits - 1).
+    The zero points of the layers in `middle` are 2^(bits - 1).
     """
 
     path: Path
@@ -98,10 +97,9 @@ class _Case:
 def doctor(checkpoint: Path | str, out: Path | str | None = None, *, format: str | None = None) -> Diagnosis:  # noqa: A002
     """Return the known damage of a checkpoint, a directory or an id on the Hub, and write a repaired one.
 
-    Recognised are, of GPTQ's formats, zero points of the other version than declared, the 3-bit zeros that GPTQModel
-    before 7.0 shifted wrongly (both in symmetric layers only), desc_act that contradicts g_idx, and what config or
-    layers lack though the tensors tell it; of all formats, an index that does not fit its files, files that are cut
-    off or missing, and scales that are no numbers, or zero where codes are not.
+    Recognised are, in GPTQ's formats, zero points of another version than declared, 3-bit zeros of GPTQModel before 7.0
+    (both in symmetric layers only), desc_act that contradicts g_idx, and missing settings and g_idx; in all formats, an
+    index that does not fit its files, files that are cut off or missing, and scales that no weights can have.
 
     Args:
         checkpoint: What to examine; it stays as it is.
@@ -109,11 +107,10 @@ def doctor(checkpoint: Path | str, out: Path | str | None = None, *, format: str
         format: Version that `out` is to have, "gptq" or "gptq_v2"; by default the one of the zero points.
 
     Raises:
-        CheckpointError: No quantized checkpoint, or one whose configs cannot be read.
+        CheckpointError: No quantized checkpoint, or configs that cannot be read.
         ConversionError: A layer holds what `format` cannot.
         ConfigError: Another `format`, or `out` inside the checkpoint or around it.
-        OutputExistsError: `out` exists.
-        OSError: The disk refused; nothing is left behind.
+        OutputExistsError, OSError: `out` exists, or the disk refused; nothing is left behind.
     """
     if format not in (None, *VERSIONS):
         raise ConfigError(f"format is {format!r}; choose one of {', '.join(VERSIONS)}")
@@ -142,9 +139,7 @@ def _examine(path: Path, format: str | None = None) -> _Case:  # noqa: A002
             tensors = Shards.without_index(path)
             case.damage.append(Damage(what="the index is missing or contradicts the files", repair="it is made anew"))
         if missing:
-            names = [name.removesuffix(".qweight") for name in tensors.where if name.endswith(".qweight")]
-            told = settings_of_shapes(tensors.below(name, SUFFIXES) for name in names)
-            values |= {key: value for key, value in told.items() if key in missing}
+            values |= {key: value for key, value in settings_of_shapes(tensors).items() if key in missing}
         declared = find_format(label).read_config(values, str(path))
         case.opened = whole_checkpoint(tensors, declared, path, model_config, values)
     except CheckpointError as error:
@@ -164,11 +159,8 @@ def _examine(path: Path, format: str | None = None) -> _Case:  # noqa: A002
 
 def _judge_zero_points(case: _Case, format: str | None, missing: Sequence[str]) -> None:  # noqa: A002
     """Find out which version symmetric layers are of, and choose the one to write."""
-    kinds = {
-        name: kind_of_zeros(unpack(case.opened.tensor(f"{name}.qzeros"), spec.bits), spec.bits)
-        for name, spec in case.opened.layers.items()
-        if spec.sym
-    }
+    layers, get = case.opened.layers, case.opened.tensor
+    kinds = {name: kind_of_zeros(get(f"{name}.qzeros"), spec.bits) for name, spec in layers.items() if spec.sym}
     if "sym" in missing:
         case.values["sym"] = all(kinds.values())
         kinds = kinds if case.values["sym"] else {}
@@ -179,12 +171,11 @@ def _judge_zero_points(case: _Case, format: str | None, missing: Sequence[str]) 
         case.meant = other
     case.target = format or case.meant
     case.found("3-bit zero points are those that GPTQModel before 7.0 shifted wrongly", swapped, "they become 4")
-    relabelled = case.meant == case.target != case.label
-    repair = f"the config becomes {case.target}" if relabelled else f"zero points are written for {case.target}"
-    case.found(f"zero points are stored as in {other}, but the config says {case.label}", contrary, repair)
+    what = "the config becomes" if case.meant == case.target != case.label else "zero points are written for"
+    found = f"zero points are those of {other}, but the config says {case.label}"
+    case.found(found, contrary, f"{what} {case.target}")
     if not case.middle:
-        what = "in no layer are all zero points those of symmetric ones"
-        case.notes.append(f"whether the zero points are {case.label}'s cannot be told: {what}")
+        case.notes.append(f"no layer has symmetric zero points, so {case.label} cannot be told from {other}")
 
 
 def _judge_order(case: _Case, missing: Sequence[str]) -> None:
@@ -206,9 +197,9 @@ def _judge_order(case: _Case, missing: Sequence[str]) -> None:
 
 def _judge_scales(case: _Case) -> None:
     """Look for scales that are no numbers, or zero in groups with other codes than the zero point."""
-    broken, lost, layout = [], [], find_format(case.target)
+    broken, lost, layout = [], [], find_format(case.meant)
     for name, spec in case.opened.layers.items():
-        tensors = {key: tensor for key, tensor in _repaired(case, name).items() if key != "bias"}
+        tensors = {key: tensor for key, tensor in _repaired(case, name, case.meant).items() if key != "bias"}
         scales = {key: tensor for key, tensor in tensors.items() if tensor.is_floating_point()}
         if not all(bool(tensor.isfinite().all()) for tensor in scales.values()):
             broken.append(name)
@@ -222,8 +213,8 @@ def _judge_scales(case: _Case) -> None:
     case.found("scales are zero in groups whose codes are not", lost)
 
 
-def _repaired(case: _Case, name: str) -> dict[str, Tensor]:
-    """Return the tensors of a layer by suffix, as they are to be written."""
+def _repaired(case: _Case, name: str, target: str) -> dict[str, Tensor]:
+    """Return the tensors that a layer is to have in the format `target`, by suffix."""
     tensors = case.opened.tensors.below(name, (*case.opened.format.suffixes, "bias"))
     if case.label in VERSIONS:
         spec = case.opened.layers[name]
@@ -231,9 +222,9 @@ def _repaired(case: _Case, name: str) -> dict[str, Tensor]:
         if name in case.middle:
             zero.fill_(1 << (spec.bits - 1))
         try:
-            tensors["qzeros"] = pack(zero - VERSIONS[case.target], spec.bits)
+            tensors["qzeros"] = pack(zero - VERSIONS[target], spec.bits)
         except ShapeError as error:
-            raise ConversionError(f"{name} has zero points that {case.target} cannot hold: {error}") from error
+            raise ConversionError(f"{name} has zero points that {target} cannot hold: {error}") from error
         tensors.setdefault("g_idx", trivial_index(spec.in_features, spec.group_size))
     return tensors
 
@@ -241,7 +232,7 @@ def _repaired(case: _Case, name: str) -> dict[str, Tensor]:
 def _tensors(case: _Case) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors as they are to be written."""
     for name in case.opened.layers:
-        yield from ((f"{name}.{key}", tensor) for key, tensor in _repaired(case, name).items())
+        yield from ((f"{name}.{key}", tensor) for key, tensor in _repaired(case, name, case.target).items())
     yield from ((name, case.opened.tensor(name)) for name in case.opened.other_names)
 
 
@@ -255,8 +246,5 @@ def _write(case: _Case, out: Path) -> None:
         if (directory / REPORT).exists():
             update_report(directory, case.path, case.target)
         again = _examine(directory)
-        if again.damage:
-            raise CheckpointError(f"what was written reads back damaged: {again.damage[0]}")
-        for name, tensor in _tensors(case):
-            if not same_bits(again.opened.tensor(name), tensor):
-                raise CheckpointError(f"{name} reads back differently; disk or memory is faulty")
+        if again.damage or not all(same_bits(again.opened.tensor(name), tensor) for name, tensor in _tensors(case)):
+            raise CheckpointError(f"what was written to {out} reads back differently; disk or memory is faulty")

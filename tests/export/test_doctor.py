@@ -126,7 +126,7 @@ def test_healthy_checkpoints_of_other_programs_have_no_damage(write, tmp_path, b
     (tmp_path / "damaged").rename(tmp_path / "second")
     found = doctor(write(layers(bits), version=version, config={"sym": True}))
     assert found.damage == ()
-    assert "cannot be told" in found.notes[0]
+    assert "cannot be told from" in found.notes[0]
 
 
 @pytest.mark.parametrize("borrowing", [True, False])
@@ -167,7 +167,7 @@ def test_the_label_of_the_other_version(write, repair, bits, version, target, be
     [line] = damage
     right, wrong = ("gptq", "gptq_v2")[version - 1], ("gptq_v2", "gptq")[version - 1]
     how = f"zero points are written for {wrong}" if target == wrong else f"the config becomes {right}"
-    found = f"zero points are stored as in {right}, but the config says {wrong}"
+    found = f"zero points are those of {right}, but the config says {wrong}"
     assert line == f"{found} (layers: 3, such as {NAMES[0]}); repair: {how}"
     assert_repaired(path, weights, repaired, tensors, version=version if target in (None, right) else 3 - version)
 
@@ -297,8 +297,7 @@ def test_files_that_are_missing_cut_off_or_there_twice(write, tmp_path, index):
     assert "in several files" in only_damage()
     for file in (first, second):
         file.write_bytes(b"")
-    if not index:
-        assert only_damage().count("is damaged or cut off") == 2
+    assert only_damage().count("is damaged or cut off") == 2
 
 
 @pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "awq", "compressed-tensors"])
@@ -375,5 +374,5 @@ def test_what_is_refused(write, tmp_path, capsys, faulty_disk):
         doctor(path, tmp_path / "there")
     faulty_disk("incomplete")
     assert cli.main(["doctor", str(path), str(tmp_path / "out")]) == 1
-    assert re.search(r"reads back (damaged|differently)", capsys.readouterr().err)
+    assert re.search("reads back differently", capsys.readouterr().err)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["damaged", "there"]
