@@ -334,7 +334,7 @@ def test_several_kinds_of_damage_at_once(write, repair, capsys):
         tensors["qzeros"] = words((4 - OFFSETS).repeat(3, 2), 3)
         return without_index(name, tensors) if name == NAMES[1] else tensors
 
-    config = {"desc_act": True, "static_groups": True, "sym": None, "bits": None}
+    config = {"desc_act": True, "static_groups": True, "sym": None, "bits": None, "model_file_base_name": "gptq_model"}
     path = write(weights, config=config, change=spoil, shards=2)
     (path / INDEX).unlink()
     assert cli.main(["doctor", str(path), "--json"]) == 1
@@ -347,6 +347,7 @@ def test_several_kinds_of_damage_at_once(write, repair, capsys):
     assert last == f"written to {path.with_name('shell')}"
     damage, repaired, tensors = repair(path, format="gptq_v2")
     assert damage == lines
+    assert "model_file_base_name" not in repaired.quantization_config  # AutoGPTQ would look for no other file
     assert_repaired(path, weights, repaired, tensors, version=2)
     again = open_checkpoint(path.with_name("shell"))
     assert all(same(again.weight(name), weight) for name, weight in weights.items())
