@@ -146,7 +146,8 @@ def _write_json(
 
 def write_quantization_config(directory: Path, values: Mapping[str, Any], format: str) -> None:  # noqa: A002
     """Write the quantization config where the directory has one, in config.json or beside it; else in config.json."""
-    values = {key: value for key, value in values.items() if key != "model_file_base_name"}  # AutoGPTQ's; it is another
+    # AutoGPTQ would look for the file of that name; the new one has another.
+    values = {key: value for key, value in values.items() if key != "model_file_base_name"}
     meta = values.get("meta")
     if isinstance(meta, dict) and isinstance(meta.get("gptqkit"), dict):
         values = {**values, "meta": {**meta, "gptqkit": {**meta["gptqkit"], "format": format}}}

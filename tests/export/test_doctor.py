@@ -155,14 +155,13 @@ def test_swapped_zeros_of_old_gptqmodel(write, repair, borrowing, target):
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("target", [None, "gptq", "gptq_v2"])
-@pytest.mark.parametrize("beside", [True, False])
-def test_the_label_of_the_other_version(write, repair, bits, version, target, beside):
+def test_the_label_of_the_other_version(write, repair, bits, version, target):
     """The last layer is asymmetric: only the others tell which version it is of."""
     weights = layers(bits, sym=True)
     weights[NAMES[-1]] = random_weight(bits, 64, 96, 32, zeros=(1, 2**bits - 1))
     config = {"checkpoint_format": ("gptq_v2", "gptq")[version - 1], "format": None}
     config["dynamic"] = {f"+:{re.escape(NAMES[-1])}": {"sym": False}}
-    path = write(weights, version=version, config=config, beside=beside)
+    path = write(weights, version=version, config=config, beside=bits in (2, 8))
     damage, repaired, tensors = repair(path, format=target)
     [line] = damage
     right, wrong = ("gptq", "gptq_v2")[version - 1], ("gptq_v2", "gptq")[version - 1]
@@ -202,7 +201,7 @@ def test_desc_act_that_contradicts_g_idx(write, repair, act_order, static):
 SETTINGS = ("bits", "group_size", "desc_act", "sym")
 
 
-@pytest.mark.parametrize("missing", [*((key,) for key in SETTINGS), SETTINGS, None])
+@pytest.mark.parametrize("missing", [("bits", "desc_act"), ("group_size", "sym"), SETTINGS, None])
 @pytest.mark.parametrize(
     ("bits", "group_size", "kind"),
     [(3, 40, {}), (4, 32, {"sym": True}), (2, None, {"sym": True}), (8, 32, {"act_order": True}), (4, 16, {})],
