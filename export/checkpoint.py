@@ -97,9 +97,20 @@ def open_checkpoint(path: Path | str, *, revision: str | None = None, weights: b
     remote = None if weights or Path(name).is_dir() else Remote(name, path.name)
     check_folder(path)
     model_config = read_json(path / "config.json")
-    values = _quantization_config(path, model_config)
+    values = read_quantization_config(path, model_config)
+    if not values:
+        raise CheckpointError(
+            f"{path} is not quantized: config.json has no quantization_config and there is no quantize_config.json"
+        )
     declared = find_format(declared_format(values, str(path))).read_config(values, str(path))
     tensors = Shards.of_folder(path, values.get("model_file_base_name"), remote)
+    return whole_checkpoint(tensors, declared, path, model_config, values)
+
+
+def whole_checkpoint(
+    tensors: Shards, declared: Declared, path: Path, model_config: dict[str, Any], values: dict[str, Any]
+) -> Checkpoint:
+    """Return all tensors of the folder `path` as a checkpoint; `declared` is what the quantization config says."""
     layout = find_format(declared.format)
     layers = _layers(tensors, layout, declared)
     if not layers:
@@ -193,14 +204,13 @@ def public_name(name: object) -> str:
     return repository.removeprefix("models--").replace("--", "/") if repository.startswith("models--") else path.name
 
 
-def _quantization_config(path: Path, model_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return quantization_config of config.json, or quantize_config.json; where both are there, they must agree."""
+def read_quantization_config(path: Path, model_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return quantization_config of config.json, or quantize_config.json; where both are there, they must agree.
+
+    Empty where there is neither.
+    """
     inside = model_config.get("quantization_config")
     beside = read_json(path / "quantize_config.json") if (path / "quantize_config.json").exists() else None
-    if inside is None and beside is None:
-        raise CheckpointError(
-            f"{path} is not quantized: config.json has no quantization_config and there is no quantize_config.json"
-        )
     if inside is not None and not isinstance(inside, dict):
         raise CheckpointError(f"{path / 'config.json'}: quantization_config is no JSON object; fetch the file again")
     if inside is not None and beside is not None:

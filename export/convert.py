@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -54,27 +54,39 @@ def convert(
     source = fetch(source, revision, gguf=True)
     if source.is_file():
         raise ConversionError(f"{source} is a file by itself; folders that gptqkit wrote are converted")
-    inner, outer = source.resolve(), target.resolve()
-    if inner.is_relative_to(outer) or outer.is_relative_to(inner):
-        raise ConfigError(f"{target} and {source} lie in one another; choose a target elsewhere")
+    check_apart(source, target)
     checkpoint = open_checkpoint(source)
     if checkpoint.declared.format == format:
         raise ConversionError(f"{source} is {format} already; there is nothing to convert")
     _check(checkpoint, format)
     layers: dict[str, LayerSpec] = {}
     with staged(target, overwrite=overwrite) as directory:
-        copy_beside(source, directory, leave=(".safetensors", ".safetensors.index.json", ".gguf"))
-        parts = write_files(directory / ".part", _tensors(checkpoint, format, layers), min(shard_size, _PART_BYTES))
-        join_files(parts, directory, shard_size)
-        for part in parts:
-            part.unlink()
+        fill(directory, source, _tensors(checkpoint, format, layers), shard_size)
         _write_json(checkpoint, directory, format, layers)
         _verify(checkpoint, open_checkpoint(directory))
         finish = find_format(format).finish
         if finish is not None:
             finish(directory)
         if (directory / REPORT).exists():
-            _write_report(directory, source, format)
+            update_report(directory, source, format)
+
+
+def check_apart(source: Path, target: Path) -> None:
+    """Raise ConfigError where one of two folders lies in the other."""
+    inner, outer = source.resolve(), target.resolve()
+    if inner.is_relative_to(outer) or outer.is_relative_to(inner):
+        raise ConfigError(f"{target} and {source} lie in one another; choose a target elsewhere")
+
+
+def fill(
+    directory: Path, source: Path, tensors: Iterable[tuple[str, Tensor]], shard_size: int = MAX_SHARD_BYTES
+) -> None:
+    """Write tensors into a new directory, and copy what stands beside the weights in `source`."""
+    copy_beside(source, directory, leave=(".safetensors", ".safetensors.index.json", ".gguf"))
+    parts = write_files(directory / ".part", tensors, min(shard_size, _PART_BYTES))
+    join_files(parts, directory, shard_size)
+    for part in parts:
+        part.unlink()
 
 
 def _check(checkpoint: Checkpoint, format: str) -> None:  # noqa: A002
@@ -129,15 +141,24 @@ def _write_json(
 ) -> None:
     """Let every config say what the new files are; what the source says beside that stays."""
     report = read_json(directory / REPORT) if (directory / REPORT).exists() else {}
-    values = _quantization_config(checkpoint, report, format, layers)
-    model_config = read_json(directory / "config.json")
-    if isinstance(model_config.get("quantization_config"), dict):
-        write_json(directory / "config.json", {**model_config, "quantization_config": values})
-    if (directory / "quantize_config.json").exists() or "quantization_config" not in model_config:
-        write_json(directory / "quantize_config.json", values)
+    write_quantization_config(directory, _quantization_config(checkpoint, report, format, layers), format)
 
 
-def _write_report(directory: Path, source: Path, format: str) -> None:  # noqa: A002
+def write_quantization_config(directory: Path, values: Mapping[str, Any], format: str) -> None:  # noqa: A002
+    """Write the quantization config where the directory has one, in config.json or beside it; else in config.json."""
+    # AutoGPTQ would look for the file of that name; the new one has another.
+    values = {key: value for key, value in values.items() if key != "model_file_base_name"}
+    meta = values.get("meta")
+    if isinstance(meta, dict) and isinstance(meta.get("gptqkit"), dict):
+        values = {**values, "meta": {**meta, "gptqkit": {**meta["gptqkit"], "format": format}}}
+    model_config, beside = read_json(directory / "config.json"), directory / "quantize_config.json"
+    if isinstance(model_config.get("quantization_config"), dict) or not beside.exists():
+        write_json(directory / "config.json", {**model_config, "quantization_config": dict(values)})
+    if beside.exists():
+        write_json(beside, values)
+
+
+def update_report(directory: Path, source: Path, format: str) -> None:  # noqa: A002
     """Let report and model card name the new format."""
     report = read_json(directory / REPORT)
     try:
@@ -169,8 +190,6 @@ def _quantization_config(
     if write == checkpoint.format.write_config:  # then what only the source says stays
         values.pop("meta", None)
         values = {**before, **{key: value for key, value in values.items() if value != old[key]}}
-        if isinstance(meta.get("gptqkit"), dict):
-            values["meta"] = {**meta, "gptqkit": {**meta["gptqkit"], "format": format}}
     elif "passthrough_tensors" in meta:
         values["meta"] = {**values.get("meta", {}), "passthrough_tensors": meta["passthrough_tensors"]}
     return values

@@ -13,6 +13,7 @@ solver's grids for version 1 stay below 2^bits, which only files of other progra
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 
@@ -26,6 +27,7 @@ from .bits import codes_per_unit, pack, unpack
 from .formats import Declared, Format, LayerSpec
 from .gptq_config import read_config, write_config
 from .layers import BIAS, INDEX, SCALES, WORDS, check_kinds, check_shapes, is_act_order, make_weight, stored_grid
+from .shards import Shards
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -95,6 +97,42 @@ def layer_spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> 
     )
 
 
+def kind_of_zeros(words: Tensor, bits: int) -> str | None:
+    """Return the version that the qzeros of a symmetric layer are of, or "swapped"; None for such as it cannot have."""
+    stored = unpack(words, bits)
+    least = int(stored.min()) - (1 << (bits - 1)) + 1
+    if least in (0, 1) and bool((stored == stored.min()).all()):
+        return ("gptq", "gptq_v2")[least]
+    if bits != 3:
+        return None
+    swapped = stored.view(-1, 32) == (4 - _SWAPPED_OFFSETS).to(stored.device)
+    swapped[:, _BORROWING_CODE] = True
+    return "swapped" if bool(swapped.all()) else None
+
+
+def settings_of_shapes(tensors: Shards) -> dict[str, int]:
+    """Return bits and group_size of most layers; whether they fit all, `layer_spec` says.
+
+    Where g_idx does not tell, group_size is the one power of two that fits shapes. CheckpointError as `layer_spec`, or
+    where there is no layer.
+    """
+    widths, sizes = Counter[int](), Counter[int]()
+    for name in (name.removesuffix(".qweight") for name in tensors.where if name.endswith(".qweight")):
+        layer = tensors.below(name, SUFFIXES)
+        check_kinds(name, layer, _KINDS, ("qweight", "qzeros", "scales"))
+        words, outputs = layer["qweight"].shape
+        bits, groups = layer["qzeros"].shape[1] * 32 // max(outputs, 1), len(layer["scales"])
+        widths[bits] += 1
+        if groups > 1 and bits and "g_idx" in layer:
+            sizes[max(Counter(layer["g_idx"].tolist()).values(), default=1)] += 1
+        elif groups > 1 and bits:
+            least = -(-(words * 32 // bits) // groups)
+            sizes[1 << (least - 1).bit_length()] += 1
+    if not widths:
+        raise CheckpointError(f"{tensors.files[0].parent} is not quantized: no tensor ends in .qweight")
+    return {"bits": widths.most_common(1)[0][0], "group_size": sizes.most_common(1)[0][0] if sizes else -1}
+
+
 def unpack_layer(name: str, tensors: Mapping[str, Tensor], spec: LayerSpec, *, offset: int) -> QuantizedWeight:
     """Return the weight that a layer's tensors hold, exactly; `offset` as for `pack_layer`.
 
@@ -102,14 +140,11 @@ def unpack_layer(name: str, tensors: Mapping[str, Tensor], spec: LayerSpec, *, o
         CheckpointError: Scales that are not finite, or the 3-bit zeros that GPTQModel before 7.0 shifted wrongly.
     """
     stored = unpack(tensors["qzeros"], spec.bits)
-    if spec.bits == 3 and spec.sym and offset:
-        swapped = stored.view(-1, 32) == (4 - _SWAPPED_OFFSETS).to(stored.device)
-        swapped[:, _BORROWING_CODE] = True
-        if bool(swapped.all()):
-            raise CheckpointError(
-                f"{name}.qzeros carries the 3-bit zeros that GPTQModel before 7.0 shifted by wrong constants; load the "
-                "checkpoint with that GPTQModel and save it again as gptq_v2"
-            )
+    if spec.bits == 3 and spec.sym and offset and kind_of_zeros(tensors["qzeros"], 3) == "swapped":
+        raise CheckpointError(
+            f"{name}.qzeros carries the 3-bit zeros that GPTQModel before 7.0 shifted by wrong constants; let "
+            "`gptqkit doctor` repair the checkpoint"
+        )
     zero = (stored.to(torch.int16) + offset).t()
     codes, scale = unpack(tensors["qweight"].t(), spec.bits), tensors["scales"].t()
     return make_weight(spec, codes, scale, zero, tensors.get("g_idx"), where=f"{name}.scales")

@@ -40,7 +40,7 @@ def read_config(values: Mapping[str, Any], where: str) -> Declared:
         raise CheckpointError(f"{where}: pack_dtype is {values['pack_dtype']!r}; only int32 words are read here")
     for key in ("bits", "group_size"):
         if values.get(key) is None:
-            raise CheckpointError(f"{where}: {key} is missing; add it, it cannot be guessed safely")
+            raise CheckpointError(f"{where}: {key} is missing; add it, or let `gptqkit doctor` find it in the tensors")
     dynamic = values.get("dynamic") or {}
     if not isinstance(dynamic, dict) or not all(isinstance(rule, dict) for rule in dynamic.values()):
         raise CheckpointError(f"{where}: dynamic must map regular expressions to objects")

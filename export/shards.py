@@ -8,8 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -111,15 +114,43 @@ class Shards:
         if len(indices) > 1:
             found = some(file.name for file in indices)
             raise CheckpointError(f"{path} has several indices: {found}; keep the right one")
-        where = {name: path / file for name, file in _weight_map(index).items()}
+        where = {name: path / file for name, file in read_weight_map(index).items()}
         handles = {file: _open(file, remote) for file in dict.fromkeys(where.values())}
         held = {file: set(handle.keys()) for file, handle in handles.items()}
         for name, file in where.items():
             if name not in held[file]:
                 raise CheckpointError(
-                    f"{index} puts {name} into {file.name}, which does not hold it; fetch both files again"
+                    f"{index} puts {name} into {file.name}, which does not hold it; fetch both files again, "
+                    "or let `gptqkit doctor` make the index anew"
                 )
         return cls(where, handles)
+
+    @classmethod
+    def without_index(cls, path: Path) -> Shards:
+        """Return all tensors of the safetensors files in `path`, whatever an index says.
+
+        Raises:
+            CheckpointError: Damaged files, files that are missing, as the index or the names of the others tell, or
+                tensors of one name in several.
+        """
+        held: Counter[str] = Counter()
+        broken, files = [], sorted(path.glob("*.safetensors"))
+        for file in files:
+            try:
+                held.update(_open(file).keys())
+            except CheckpointError as error:
+                broken.append(str(error))
+        if broken:
+            raise CheckpointError("; ".join(broken))
+        listed: Iterable[str] = held if _are_whole(files) else ()
+        with suppress(CheckpointError, ValueError):
+            [index] = path.glob("*.safetensors.index.json")
+            listed = read_weight_map(index)
+        lost, twice = [name for name in listed if name not in held], [name for name in held if held[name] > 1]
+        if lost or twice or not listed:
+            where = "several files" if twice and not lost else "no file"
+            raise CheckpointError(f"{path}: {some(lost or twice) or 'tensors'} are in {where}; fetch the files again")
+        return cls.of_files(files)
 
 
 def write_files(stem: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes: int = MAX_SHARD_BYTES) -> list[Path]:
@@ -221,8 +252,15 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
 
 
+def _are_whole(files: Sequence[Path]) -> bool:
+    """Whether files are all those of one numbered set, or the only one."""
+    numbers = [re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.safetensors", file.name) for file in files]
+    sets = {(each[1], int(each[2])) if each else (file.name, 1) for each, file in zip(numbers, files, strict=True)}
+    return [size for _, size in sets] == [len(files)]
+
+
 def _find_single(path: Path, found: Sequence[Path], base_name: object) -> Path:
-    if len(found) == 1:
+    if len(found) == 1 and _are_whole(found):
         return found[0]
     for file in (path / "model.safetensors", path / f"{base_name}.safetensors"):
         if file in found:
@@ -230,12 +268,12 @@ def _find_single(path: Path, found: Sequence[Path], base_name: object) -> Path:
     if found:
         raise CheckpointError(
             f"{path} has {len(found)} files of weights ({some(file.name for file in found)}) and no index; fetch "
-            "model.safetensors.index.json"
+            "model.safetensors.index.json, or let `gptqkit doctor` make it anew"
         )
     raise CheckpointError(f"{path} has no safetensors file; fetch the weights")
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def read_weight_map(index: Path) -> dict[str, str]:
     """Return the file of every tensor: plain safetensors names beside the index, never paths."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

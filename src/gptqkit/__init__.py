@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from .export.convert import convert as convert
     from .export.difference import LayerDifference as LayerDifference
     from .export.difference import diff as diff
+    from .export.doctor import Damage as Damage
+    from .export.doctor import Diagnosis as Diagnosis
+    from .export.doctor import doctor as doctor
     from .export.inspect import CheckpointSummary as CheckpointSummary
     from .export.inspect import inspect as inspect
     from .loading import load as load
@@ -77,6 +80,7 @@ _HOMES = {
     "export.checkpoint": "Checkpoint open_checkpoint",
     "export.convert": "convert",
     "export.difference": "LayerDifference diff",
+    "export.doctor": "Damage Diagnosis doctor",
     "export.inspect": "CheckpointSummary inspect",
     "loading": "load",
     "memory": "MemoryEstimate plan",

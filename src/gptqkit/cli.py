@@ -154,6 +154,13 @@ def _add_readers(commands: Any) -> None:
     limit = "largest size of the files of OUT (default: 4GiB)"
     convert.add_argument("--shard-size", metavar="SIZE", type=size, default=4 << 30, help=limit)
 
+    doctor = _add_command(commands, _doctor, "find known damage of a checkpoint, and write a repaired one")
+    doctor.add_argument("checkpoint", metavar="CHECKPOINT", help=QUANTIZED)
+    doctor.add_argument("out", metavar="OUT", nargs="?", type=Path, help="folder to write; new or empty")
+    versions = "version of OUT (default: that of the zero points of CHECKPOINT)"
+    doctor.add_argument("--format", choices=("gptq", "gptq_v2"), help=versions)
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+
 
 def _add_command(commands: Any, work: Callable[[argparse.Namespace], None], description: str) -> Parser:
     command: Parser = commands.add_parser(
@@ -322,6 +329,21 @@ def _convert(arguments: argparse.Namespace) -> None:
     names = ("format", "overwrite", "revision", "shard_size")
     gptqkit.convert(arguments.source, arguments.target, **{name: getattr(arguments, name) for name in names})
     print(f"written to {arguments.target}")
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    import gptqkit
+
+    found = gptqkit.doctor(arguments.checkpoint, arguments.out, format=arguments.format)
+    lines = [*map(str, found.damage or ["no damage found"]), *(f"note: {note}" for note in found.notes)]
+    lines += [f"written to {arguments.out}"] * found.written
+    print(json.dumps(found.to_dict(), indent=2) if arguments.json else "\n".join(lines))
+    sys.stdout.flush()
+    if found.damage and not found.written:
+        remedy = (
+            "give OUT for a repaired copy" if all(each.repair for each in found.damage) else "it cannot be repaired"
+        )
+        raise gptqkit.CheckpointError(f"{arguments.checkpoint} is damaged; {remedy}")
 
 
 @contextmanager

@@ -117,6 +117,12 @@ def test_a_file_named_by_its_config_is_preferred_to_others(tmp_path):
     assert list(Shards.of_folder(tmp_path, "gptq_model-4bit-32g").where) == ["t0"]
     with pytest.raises(CheckpointError, match=r"2 files of weights .* and no index"):
         Shards.of_folder(tmp_path, "../elsewhere")
+    (tmp_path / "other.safetensors").unlink()
+    (tmp_path / "gptq_model-4bit-32g.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 files of weights .* and no index"):
+        Shards.of_folder(tmp_path)
+    (tmp_path / "model-00001-of-00002.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
+    assert list(Shards.of_folder(tmp_path).where) == ["t0"]
     for name in ("a", "b"):
         (tmp_path / f"{name}.safetensors.index.json").write_text("{}")
     with pytest.raises(CheckpointError, match="several indices"):

@@ -61,6 +61,8 @@ def test_damaged_tensors(build, content):
     file.write_bytes(file.read_bytes()[content] if isinstance(content, slice) else content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged or cut off .*fetch it again"):
         open_checkpoint(file.parent)
+    [damage] = gptqkit.doctor(file.parent).damage
+    assert re.search(r"model\.safetensors is damaged or cut off .*; no repair: download again$", str(damage))
 
 
 ELSEWHERE = ["../model.safetensors", "/etc/passwd", "/tmp/model.safetensors", "sub/model.safetensors"]
@@ -80,6 +82,8 @@ def test_an_index_that_does_not_fit_the_files_or_points_elsewhere(build, content
     (build() / INDEX).write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(build())
+    [damage] = gptqkit.doctor(build()).damage
+    assert (damage.repair is None) == any(lost in str(content) for lost in ("lost", "00002"))
 
 
 class Bomb:
@@ -132,7 +136,8 @@ def test_only_regular_files_of_the_folder_are_opened(build, tmp_path_factory, fi
         target = {"device": "/dev/zero", "secret": away / "secret", "outside": "../secret", "loop": file}[kind]
         (path.parent / "secret").write_bytes(b"secret")
         (path / file).symlink_to(target)
-    for attempt in (gptqkit.load, gptqkit.inspect, partial(gptqkit.convert, target=away / "out", format="gptq_v2")):
+    convert = partial(gptqkit.convert, target=away / "out", format="gptq_v2")
+    for attempt in (gptqkit.load, gptqkit.inspect, gptqkit.doctor, convert):
         with pytest.raises(
             CheckpointError, match=rf"{file} (is no regular file|is a link that leaves|cannot be opened)"
         ):

@@ -248,11 +248,12 @@ def check(original, other, place, chance):
         tensors = load((original / "model.safetensors").read_bytes())
         known = {str(folder), "model.layers.", "x.q", *tensors, *(name.rpartition(".")[0] for name in tensors)}
         attempt(partial(gptqkit.inspect, folder), known)
+        attempt(partial(gptqkit.doctor, folder, place / "repaired"), known)
         loaded = attempt(partial(gptqkit.load, folder, device="cpu"), known)
         logits = None if loaded is None else attempt(partial(run, loaded[0]), known)
         attempt(partial(gptqkit.convert, folder, out, format=other), known)
         assert contents(folder) == before
-        assert {path.name for path in place.iterdir()} <= {"model", "out", "secret"}
+        assert {path.name for path in place.iterdir()} <= {"model", "out", "repaired", "secret"}
         if out.exists():
             assert not any(
                 path.is_symlink() or b"the secret" in path.read_bytes() for path in out.rglob("*") if not path.is_dir()

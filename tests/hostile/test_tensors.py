@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from gptqkit import doctor
 from gptqkit.errors import CheckpointError
 from gptqkit.export import formats
 from gptqkit.export.checkpoint import open_checkpoint
@@ -35,6 +36,9 @@ WORDS = torch.int32
 def test_wrong_dtype_shape_or_range_and_what_is_missing(build, key, tensor):
     with pytest.raises(CheckpointError, match=rf"{ESCAPED}\.{'' if key == 'qweight' else key}"):
         open_checkpoint(build({f"{NAME}.{key}": tensor}))
+    for lost in ({}, {"bits": None, "group_size": None}):  # which doctor then finds out from other tensors
+        damage = doctor(build({f"{NAME}.{key}": tensor}, **lost)).damage
+        assert any(each.repair is None and "\n" not in str(each) for each in damage)
 
 
 def test_values_and_names_that_nobody_could_use(build):
