@@ -150,6 +150,49 @@ def checkpoint_summary(summary: Mapping[str, Any]) -> str:
     return key_values(shown)
 
 
+def reader_advice(reader: Mapping[str, Any]) -> str:
+    """Return what is known of one reader of a checkpoint, a line for every reason and warning.
+
+    >>> said = {"reasons": ["serves 4 bits"], "warnings": ["pads layers"]}
+    >>> print(reader_advice({"name": "vLLM", "loads": False, **said}))
+    vLLM: does not load it
+      because it serves 4 bits
+      mind that it pads layers
+    """
+    lines = [f"{reader['name']}: {'loads it' if reader['loads'] else 'does not load it'}"]
+    lines += [f"  because it {reason}" for reason in reader["reasons"]]
+    return "\n".join([*lines, *(f"  mind that it {warning}" for warning in reader["warnings"])])
+
+
+def recommendation_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return choices (`Choice.to_dict()`), the best first, as a table, with the command of the best.
+
+    >>> row = {"type": "Q4_0", "bits": 4, "group_size": 32, "bits_per_weight": 4.5, "checkpoint_bytes": 2048}
+    >>> print(recommendation_table([row | {"cache_bytes": 10, "total_bytes": 2058, "warnings": [], "command": "..."}]))
+    type   bits   group size   bits per weight   checkpoint   cache      total
+    Q4_0      4           32               4.5     2.00 KiB    10 B   2.01 KiB
+    <BLANKLINE>
+    the best of these:
+      ...
+    """
+    keys = ["type", "format", "bits", "group_size", "sym", "bits_per_weight"]
+    sizes = ["checkpoint", "cache", "total"]
+    shown = [{**row, **{key: size_text(row[f"{key}_bytes"]) for key in sizes}} for row in rows]
+    known = [key for key in ("kl_divergence", "perplexity") if any(row.get(key) is not None for row in rows)]
+    keys = [key for key in keys if any(row.get(key) is not None for row in rows)]
+    if any(row.get("type") for row in rows):
+        keys = [key for key in keys if key not in ("format", "sym")]
+    lines = [_table(shown, [*keys, *sizes, *known]), ""]
+    if known:
+        lines += [
+            "KL divergence from the float model, and perplexity over its own, are the example model's (6 million",
+            "parameters, WikiText-2, gptq), not this one's: gptqkit compare shows those. Activations come on top.",
+            "",
+        ]
+    lines += ["the best of these:", f"  {rows[0]['command']}"]
+    return "\n".join([*lines, *(f"  mind that the reader {warning}" for warning in rows[0]["warnings"])])
+
+
 def plan_summary(plan: Mapping[str, Any]) -> str:
     """Return what an estimate (`MemoryEstimate.to_dict()`) says: what is needed of everything, part by part.
 

@@ -83,7 +83,12 @@ OTHERS = ["GPTQModel", "transformers", "vLLM", "SGLang", "AutoGPTQ"]
         ),
         (
             {"format": "compressed-tensors", "bits": 8, "sym": False, "group_size": 16},
-            {"GPTQModel": "", "SGLang": "", "AutoGPTQ": "", "vLLM": "8 bits symmetric only; quantize with sym has kernels for groups of"},
+            {
+                "GPTQModel": "",
+                "SGLang": "",
+                "AutoGPTQ": "",
+                "vLLM": "8 bits symmetric only; quantize with sym has kernels for groups of",
+            },
         ),
     ],
 )
