@@ -12,7 +12,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from .formats import READERS, Declared, LayerSpec
@@ -36,9 +37,6 @@ _UNCONFIRMED = ("deepseek_v3", "phimoe")
 
 _BY_ROWS = ("o_proj", "out_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "fc2", "w2", "wo")
 """Modules whose inputs GPUs share; of all others they share the outputs."""
-
-_WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
-"""Modules that every GPU holds."""
 
 _AMBIGUOUS = "refuses asymmetric version 1 files of other programs; convert to gptq_v2"
 _GROUPS_IN_ORDER = "rejects desc_act with groups; quantize with static_groups or act_group_aware"
@@ -88,10 +86,12 @@ class Facts:
     lacking: int = 0
     all_ones: int = 0
     tensor_parallel: int = 1
-    on_gpu: Mapping[str, LayerSpec] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "on_gpu", _on_one_gpu(self.layers, self.tensor_parallel, _heads(self.model_config)[1]))
+    @cached_property
+    def on_gpu(self) -> Mapping[str, LayerSpec]:
+        """What one GPU holds of the layers."""
+        count, shared = self.tensor_parallel, _heads(self.model_config)[1]
+        return {name: _part(name, spec, count, shared)[0] for name, spec in self.layers.items()}
 
     @property
     def dtype(self) -> str:
@@ -101,20 +101,14 @@ class Facts:
 
 def readers_of(facts: Facts) -> tuple[Reader, ...]:
     """Return of every reader whether it loads a checkpoint, why not, and what to know."""
-    reasons: dict[str, list[str]] = {name: [] for name in READERS}
-    warnings: dict[str, list[str]] = {name: [] for name in READERS}
     own = _RULES.get(facts.declared.format)
     rules = own(facts) if own else [(OTHERS, True, "was not tried with this format")]
-    for found, rows in (
-        (reasons, [*_common_rules(facts), *rules, *_parallel_rules(facts)]),
-        (warnings, _costs(facts)),
-    ):
-        for readers, holds, text in rows:
-            for name in readers if holds else ():
-                found[name].append(text)
+    rules = [*_common_rules(facts), *rules, *_parallel_rules(facts)]
+    costs = _costs(facts)
+    reasons = {name: tuple(text for readers, holds, text in rules if holds and name in readers) for name in READERS}
+    warnings = {name: tuple(text for readers, holds, text in costs if holds and name in readers) for name in READERS}
     return tuple(
-        Reader(name=name, loads=not why, reasons=tuple(why), warnings=tuple(warnings[name]))
-        for name, why in reasons.items()
+        Reader(name=name, loads=not reasons[name], reasons=reasons[name], warnings=warnings[name]) for name in READERS
     )
 
 
@@ -144,9 +138,9 @@ def _parallel_rules(facts: Facts) -> Rules:
     if count == 1:
         return []
     heads, shared = _heads(facts.model_config)
-    uneven = next((name for name, spec in layers.items() if _sides(name, spec, count, shared)[1]), "")
+    uneven = next((name for name, spec in layers.items() if _part(name, spec, count, shared)[1]), "")
     cut = "" if uneven else _cut_group(facts)
-    unit = _unit(layers)
+    unit = max(32 // math.gcd(spec.bits, 32) for spec in layers.values()) if layers else 1  # codes of whole words
     short = "" if uneven or cut else _odd_size(facts.on_gpu, (unit, unit))
     fewer = f"{count} GPUs are too many or no divisor; choose another number"
     return [
@@ -303,20 +297,13 @@ def _heads(model: Mapping[str, Any]) -> tuple[int, int]:
     return heads if type(heads) is int else 0, shared if type(shared) is int else 0
 
 
-def _sides(name: str, spec: LayerSpec, count: int, shared: int) -> tuple[LayerSpec, bool]:
+def _part(name: str, spec: LayerSpec, count: int, shared: int) -> tuple[LayerSpec, bool]:
     """Return what one GPU of `count` holds of a layer, and whether it cannot be shared evenly."""
     last = name.rpartition(".")[2]
     side = "in_features" if last in _BY_ROWS else "out_features"
-    parts = 1 if last in _WHOLE else min(count, shared or count) if last in ("k_proj", "v_proj") else count
+    parts = min(count, shared or count) if last in ("k_proj", "v_proj") else count
     size = getattr(spec, side)
     return replace(spec, **{side: max(size // parts, 1)}), size % parts != 0
-
-
-def _on_one_gpu(layers: Mapping[str, LayerSpec], count: int, shared: int) -> Mapping[str, LayerSpec]:
-    """Return what one GPU holds of layers that `count` share, keys and values having `shared` heads."""
-    if count == 1:
-        return layers
-    return {name: _sides(name, spec, count, shared)[0] for name, spec in layers.items()}
 
 
 def _cut_group(facts: Facts) -> str:
@@ -327,11 +314,6 @@ def _cut_group(facts: Facts) -> str:
         if inputs % size and not whole_rows:
             return f"{name} has {inputs} inputs on each GPU and groups of {size}"
     return ""
-
-
-def _unit(layers: Mapping[str, LayerSpec]) -> int:
-    """Return what inputs and outputs must be multiples of, so that codes fill words of 32 bits."""
-    return max((32 // math.gcd(spec.bits, 32) for spec in layers.values()), default=1)
 
 
 def _other_bits(layers: Mapping[str, LayerSpec]) -> list[int]:

@@ -132,9 +132,6 @@ def _add_readers(commands: Any) -> None:
     tokens = "tokens whose keys and values must fit, too (default: what the model takes, up to 4096)"
     advise.add_argument("--context", metavar="N", type=int, help=tokens)
     advise.add_argument("--revision", metavar="NAME", help=REVISION)
-    advise.add_argument(
-        "--trust-remote-code", action="store_true", help="run the Python code that comes with the model"
-    )
     advise.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
 
     report = _add_command(commands, _report, "draw a checkpoint's quantization report as a page for a browser")
@@ -278,7 +275,7 @@ def _recommend(arguments: argparse.Namespace) -> None:
     _quieten_libraries(arguments.verbose)
     import gptqkit
 
-    how = {name: getattr(arguments, name) for name in ("context", "revision", "trust_remote_code")}
+    how = {"context": arguments.context, "revision": arguments.revision}
     found = gptqkit.recommend(arguments.model, arguments.memory, arguments.reader, **how)
     rows = [choice.to_dict() for choice in found]
     print(json.dumps(rows, indent=2) if arguments.json else recommendation_table(rows))

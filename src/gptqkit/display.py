@@ -15,6 +15,10 @@ from .units import size_text
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+_EXAMPLE = """\
+KL divergence from the float model, and perplexity over its own, are the example model's (6 million parameters,
+WikiText-2, gptq), not this one's: gptqkit compare shows those. Activations come on top of the total."""
+
 
 class ProgressDisplay:
     """A progress callback that draws bars on a terminal and in notebooks, and writes a line per layer anywhere else.
@@ -167,30 +171,17 @@ def reader_advice(reader: Mapping[str, Any]) -> str:
 def recommendation_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return choices (`Choice.to_dict()`), the best first, as a table, with the command of the best.
 
-    >>> row = {"type": "Q4_0", "bits": 4, "group_size": 32, "bits_per_weight": 4.5, "checkpoint_bytes": 2048}
-    >>> print(recommendation_table([row | {"cache_bytes": 10, "total_bytes": 2058, "warnings": [], "command": "..."}]))
-    type   bits   group size   bits per weight   checkpoint   cache      total
-    Q4_0      4           32               4.5     2.00 KiB    10 B   2.01 KiB
-    <BLANKLINE>
-    the best of these:
-      ...
+    >>> row = {"type": "Q4_0", "bits": 4, "group_size": 32, "bits_per_weight": 4.5, "perplexity": 1.0054}
+    >>> row |= {"checkpoint_bytes": 2048, "cache_bytes": 10, "total_bytes": 2058, "warnings": [], "command": "gptqkit"}
+    >>> print(recommendation_table([row]).splitlines()[1])
+    Q4_0      4           32               4.5     2.00 KiB    10 B   2.01 KiB               -       1.0054
     """
-    keys = ["type", "format", "bits", "group_size", "sym", "bits_per_weight"]
     sizes = ["checkpoint", "cache", "total"]
     shown = [{**row, **{key: size_text(row[f"{key}_bytes"]) for key in sizes}} for row in rows]
-    known = [key for key in ("kl_divergence", "perplexity") if any(row.get(key) is not None for row in rows)]
-    keys = [key for key in keys if any(row.get(key) is not None for row in rows)]
-    if any(row.get("type") for row in rows):
-        keys = [key for key in keys if key not in ("format", "sym")]
-    lines = [_table(shown, [*keys, *sizes, *known]), ""]
-    if known:
-        lines += [
-            "KL divergence from the float model, and perplexity over its own, are the example model's (6 million",
-            "parameters, WikiText-2, gptq), not this one's: gptqkit compare shows those. Activations come on top.",
-            "",
-        ]
-    lines += ["the best of these:", f"  {rows[0]['command']}"]
-    return "\n".join([*lines, *(f"  mind that the reader {warning}" for warning in rows[0]["warnings"])])
+    own = ["type", "bits", "group_size"] if rows[0]["type"] else ["format", "bits", "group_size", "sym"]
+    table = _table(shown, [*own, "bits_per_weight", *sizes, "kl_divergence", "perplexity"])
+    notes = [f"  mind that the reader {warning}" for warning in rows[0]["warnings"]]
+    return "\n".join([table, "", _EXAMPLE, "", "the best of these:", f"  {rows[0]['command']}", *notes])
 
 
 def plan_summary(plan: Mapping[str, Any]) -> str:

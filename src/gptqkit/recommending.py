@@ -93,11 +93,11 @@ def recommend(
     *,
     context: int | None = None,
     revision: str | None = None,
-    trust_remote_code: bool = False,
 ) -> list[Choice]:
     """Return the formats and widths of a model that a program loads and that fit into its memory, the best first.
 
-    That is the one with the most bits per weight; what was measured, of a small model, bears that out.
+    That is the one with the most bits per weight; what was measured, of a small model, bears that out. A mixture with
+    thousands of experts takes a minute.
 
     Args:
         model: Hub id or folder of a float model, of which only the config is read.
@@ -105,7 +105,6 @@ def recommend(
         reader: The program, one of `READERS` in any case.
         context: Tokens; None for what the model can take, up to 4096.
         revision: Branch, tag or commit on the Hub.
-        trust_remote_code: Run the model's own code.
 
     Raises:
         DoesNotFitError: Nothing fits; the message says what the smallest needs.
@@ -115,11 +114,13 @@ def recommend(
     names = {name.lower(): name for name in READERS}
     if reader.lower() not in names:
         raise ConfigError(f"{reader!r} is none of {', '.join(READERS)}{did_you_mean(reader, READERS)}")
-    folder = fetch(model, revision, weights=False)
-    empty = open_empty(folder, trust_remote_code=trust_remote_code)
-    cache = cache_bytes(empty.model.config, _context(empty, context))
-    more = [*(["--revision", revision] if revision else []), *(["--trust-remote-code"] if trust_remote_code else [])]
-    source = shlex.join([str(model), *more])
+    empty = open_empty(fetch(model, revision, weights=False))
+    most = getattr(empty.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    context = min(most, 4096) if context is None else context
+    if not 0 < context <= most:
+        raise ConfigError(f"context is {context}; this model takes 1 to {most} tokens")
+    cache = cache_bytes(empty.model.config, context)
+    source = shlex.join([str(model), *(["--revision", revision] if revision else [])])
     found, refused = [], dict[str, None]()
     for plans in _plans(empty, names[reader.lower()]):
         refused |= dict.fromkeys(why for _, _, answer in plans for why in answer.reasons)
@@ -147,24 +148,16 @@ def cache_bytes(config: Any, context: int) -> int:
     Layers with a sliding window keep no more than that; those without attention nothing that grows. What attention
     compresses (MLA) is counted as servers keep it.
     """
-    text = config.get_text_config().to_dict()
-    heads = getattr(config.get_text_config(), "num_attention_heads", 0)
-    width = text.get("head_dim") or config.get_text_config().hidden_size // max(heads, 1)
+    inner = config.get_text_config()
+    text, heads = inner.to_dict(), getattr(inner, "num_attention_heads", 0)
+    width = text.get("head_dim") or inner.hidden_size // max(heads, 1)
     per_token = 2 * width * (text.get("num_key_value_heads") or text.get("num_kv_heads") or heads)
     if text.get("kv_lora_rank"):
         per_token = text["kv_lora_rank"] + text["qk_rope_head_dim"]
-    kinds = text.get("layer_types") or ["full_attention"] * config.get_text_config().num_hidden_layers
-    window = min(context, text.get("sliding_window") or context)
-    tokens = {"full_attention": context, "sliding_attention": window, "chunked_attention": context}
+    kinds = text.get("layer_types") or ["attention"] * inner.num_hidden_layers
+    tokens = dict.fromkeys(("attention", "full_attention", "chunked_attention"), context)
+    tokens["sliding_attention"] = min(context, text.get("sliding_window") or context)
     return sum(2 * per_token * tokens.get(kind, 0) for kind in kinds)
-
-
-def _context(empty: EmptyModel, asked: int | None) -> int:
-    most = getattr(empty.model.config.get_text_config(), "max_position_embeddings", None) or max(asked or 0, 4096)
-    context = min(most, 4096) if asked is None else asked
-    if not 0 < context <= most:
-        raise ConfigError(f"context is {context}; this model takes 1 to {most} tokens")
-    return context
 
 
 def _plans(empty: EmptyModel, reader: str) -> Iterator[list[tuple[QuantizeConfig, list[Target], Reader]]]:
@@ -176,20 +169,16 @@ def _plans(empty: EmptyModel, reader: str) -> Iterator[list[tuple[QuantizeConfig
             [QuantizeConfig(bits=bits, group_size=size, sym=sym, format=name) for name, sym in _LAYOUTS]
             for bits, size in _GRIDS
         ]
+    blocks = {path: block for stack in find_blocks(empty.model) for path, block in stack.items()}
     for row in rows:
         plans = []
         for config in row:
             try:
-                targets = [target for part in _targets(empty, config) for target in part]
+                targets = [target for part in find_targets(empty.model, blocks, config)[0] for target in part]
             except (ConfigError, ShapeError):  # the format cannot hold that
                 continue
             plans.append((config, targets, _answer(empty, config, targets, reader)))
         yield plans
-
-
-def _targets(empty: EmptyModel, config: QuantizeConfig) -> Sequence[list[Target]]:
-    blocks = {path: block for stack in find_blocks(empty.model) for path, block in stack.items()}
-    return find_targets(empty.model, blocks, config)[0]
 
 
 def _answer(empty: EmptyModel, config: QuantizeConfig, targets: Sequence[Target], reader: str) -> Reader:
