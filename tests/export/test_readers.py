@@ -55,6 +55,7 @@ def llama(hidden=4096, inner=11008, heads=32, shared=32, group=128, count=1, **s
         ({}, 3, "whole heads: of 32"),
         ({"inner": 14336, "shared": 8}, 8, ""),
         ({"inner": 14336, "shared": 8, "group": 32}, 16, ""),  # two GPUs have the same keys and values
+        ({"hidden": 384, "inner": 768, "heads": 12, "shared": 1, "group": 32}, 12, ""),  # all have the one head of keys
         ({"hidden": 5120, "inner": 13824, "heads": 40, "shared": 10, "group": 64}, 4, "key-value heads: of 10"),
         ({"inner": 11006, "group": None}, 4, "cannot share model.layers.0.mlp.gate_proj evenly"),
         ({"inner": 4 * 36, "group": None}, 4, "inputs that are multiples of 32 and outputs of 32"),
