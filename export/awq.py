@@ -52,6 +52,10 @@ def check_spec(spec: LayerSpec) -> None:
         )
 
 
+def _nbytes(spec: LayerSpec) -> int:
+    return spec.out_features * (spec.in_features + 5 * spec.groups) // 2
+
+
 def pack_layer(weight: QuantizedWeight) -> dict[str, Tensor]:
     """Return the tensors of one layer, exact and contiguous.
 
@@ -155,6 +159,7 @@ FORMAT = Format(
     suffixes=("qweight", "qzeros", "scales"),
     snap=IntegerZeroPoint(),
     check=check_spec,
+    nbytes=_nbytes,
     pack=pack_layer,
     spec=layer_spec,
     unpack=unpack_layer,

@@ -11,7 +11,8 @@ import yaml
 
 from .checkpoint import REPORT
 from .files import check_file
-from .inspect import TRANSFORMERS, CheckpointSummary, inspect
+from .inspect import CheckpointSummary, inspect
+from .readers import TRANSFORMERS
 from .shards import read_json, some
 
 HEAT_MAP = "heatmap.png"
@@ -232,6 +233,6 @@ def _loading(summary: CheckpointSummary, family: str, pipeline: str) -> str:
     """Return how to load it, and which programs can."""
     readers = [reader.name for reader in summary.readers if reader.loads]
     text = _LOADING + _POOLING * (pipeline == "sentence-similarity") + _GGUF * (family == "gguf")
-    if TRANSFORMERS in readers:
+    if TRANSFORMERS in readers and family in _PACKAGES:
         text += _TRANSFORMERS.format(packages=_PACKAGES[family])
     return f"{text}\n\nLoaded by: {', '.join(readers)}. `gptqkit inspect` says why not by others."

@@ -56,6 +56,12 @@ _LINEAR, _PATTERN = "Linear", "re:"  # of targets: the class of modules, and the
 _PLAIN = {"type": "int", "dynamic": False, "block_structure": None, "scale_dtype": None}
 
 
+def _nbytes(spec: LayerSpec) -> int:
+    zeros = 0 if spec.sym else 4 * _words(spec.out_features, spec.bits) * spec.groups
+    scales, index = 2 * spec.out_features * spec.groups, 4 * spec.in_features * spec.act_order
+    return 4 * spec.out_features * _words(spec.in_features, spec.bits) + scales + zeros + index + 16
+
+
 def pack_layer(weight: QuantizedWeight) -> dict[str, Tensor]:
     """Return the tensors of one layer, exact and contiguous.
 
@@ -282,6 +288,7 @@ FORMAT = Format(
     suffixes=("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
     snap=IntegerZeroPoint(),
     check=lambda spec: None,  # noqa: ARG005
+    nbytes=_nbytes,
     pack=pack_layer,
     spec=layer_spec,
     unpack=unpack_layer,

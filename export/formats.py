@@ -32,6 +32,9 @@ FORMATS = {
 }
 """Every format by name, with the place of its `Format` in this package."""
 
+READERS = ("gptqkit", "GPTQModel", "transformers", "vLLM", "SGLang", "AutoGPTQ", "llama.cpp")
+"""The programs of which it is known what they load; `readers.py` says what."""
+
 MATCHING_SECONDS = 5.0
 """What matching the names of a checkpoint with its own patterns may take."""
 
@@ -101,6 +104,7 @@ class LayerSpec:
         group_size: Columns per group (all columns where a group is a whole row).
         sym: Declared symmetric.
         act_order: Whether the group of column k is not simply k // group_size.
+        type: Block type, in GGUF.
     """
 
     in_features: int
@@ -109,6 +113,12 @@ class LayerSpec:
     group_size: int
     sym: bool
     act_order: bool
+    type: str | None = field(default=None, compare=False)
+
+    @property
+    def groups(self) -> int:
+        """Groups of a row."""
+        return -(-self.in_features // self.group_size)
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> LayerSpec:
@@ -131,6 +141,7 @@ class Format:
         suffixes: The tensors of a layer, below its name.
         snap: The nearest scale and offset that it can hold, on which the solver builds its grids.
         check: Raises, before any work, for what it cannot hold: ShapeError for the shape, ConfigError for the settings.
+        nbytes: Bytes of all tensors of a layer but its bias.
         pack: A weight -> its tensors by suffix, exactly; ConversionError or ShapeError where it cannot hold it.
         spec: (name, tensors, declared) -> what they are, from shapes and dtypes; CheckpointError where they contradict.
         unpack: (name, tensors, spec) -> the weight, exactly; CheckpointError for values that no reader could use.
@@ -143,11 +154,14 @@ class Format:
         accept: (model's config, tokenizer, names of all tensors): raises GptqkitError, before any work, for what it
             cannot hold.
         finish: Makes another kind of file of the safetensors files in a directory that is complete otherwise.
+        float_nbytes: (name, tensor, type, tied) -> what a tensor of no quantized layer takes, where it is not stored as
+            it is; `tied` says that the embedding is the output layer, too.
     """
 
     suffixes: Sequence[str]
     snap: Snap
     check: Callable[[LayerSpec], None]
+    nbytes: Callable[[LayerSpec], int]
     pack: Callable[[QuantizedWeight], dict[str, Tensor]]
     spec: Callable[[str, Mapping[str, Tensor], Declared], LayerSpec]
     unpack: Callable[[str, Mapping[str, Tensor], LayerSpec], QuantizedWeight]
@@ -158,6 +172,7 @@ class Format:
     choose: Callable[[Any, str, int, Mapping[str, Any]], Any] | None = None
     accept: Callable[[Mapping[str, Any], Any, Iterable[str]], None] | None = None
     finish: Callable[[Path], None] | None = None
+    float_nbytes: Callable[[str, Tensor, str | None, bool], int] | None = None
 
 
 def find_snap(config: Any) -> Snap:

@@ -114,15 +114,11 @@ class _Stored:
             raise ConversionError(
                 f"{self._module} and others that GGUF stacks differ in shape or type: quantize them alike"
             )
-        self._kind: BlockType | None = BLOCKS.get(suffix)
-        self._rounded = False
+        self._kind, self._rounded = BLOCKS.get(suffix), False
         columns = meta.shape[-1]
-        if self._kind is None and recipe is not None and meta.dim() == 2 and columns % 32 == 0:
-            place = {"model.embed_tokens": "token_embd", "lm_head": "output"}.get(self._module)
-            if place is not None:
-                tied = place == "token_embd" and "lm_head.weight" not in tensors.where
-                name = choose_type(recipe, "output" if tied else place, columns)
-                self._kind, self._rounded = BLOCKS[name], True
+        if self._kind is None:
+            self._kind = _outer_kind(self._module, meta, recipe, tied="lm_head.weight" not in tensors.where)
+            self._rounded = self._kind is not None
         if self._kind is None:
             self._dtype = meta.dtype if meta.dim() == 2 and "gate_inp" not in str(sources) else torch.float32
             if self._dtype not in (each for each in FLOATS.values()):
@@ -152,6 +148,21 @@ class _Stored:
         if architecture.rotated and last in ("q_proj", "k_proj"):
             whole = in_pairs(whole, heads if last == "q_proj" else shared or heads)
         return whole.contiguous().view(torch.uint8).view(self.shape)
+
+
+def _outer_kind(module: str, meta: Tensor, recipe: str | None, *, tied: bool) -> BlockType | None:
+    """Return the type to which a recipe rounds the embedding and the output layer; None for what stays as it is."""
+    place = {"model.embed_tokens": "token_embd", "lm_head": "output"}.get(module)
+    if place is None or recipe is None or meta.dim() != 2 or meta.shape[1] % 32:
+        return None
+    return BLOCKS[choose_type(recipe, "output" if tied else place, meta.shape[1])]
+
+
+def _float_nbytes(name: str, meta: Tensor, recipe: str | None, tied: bool) -> int:
+    kind = _outer_kind(name.removesuffix(".weight"), meta, recipe, tied=tied)
+    if kind is None:
+        return meta.numel() * (meta.dtype.itemsize if meta.dim() == 2 else 4)
+    return meta.numel() // kind.columns * kind.size
 
 
 def rounded(weight: Tensor, kind: BlockType) -> Tensor:
@@ -246,6 +257,11 @@ def _check_shape(spec: LayerSpec) -> None:
         raise ShapeError(f"it has {spec.in_features} columns, and GGUF's blocks need multiples of 32")
 
 
+def _nbytes(spec: LayerSpec) -> int:
+    kind = BLOCKS[str(spec.type)]
+    return spec.out_features * (spec.in_features // kind.columns) * kind.size
+
+
 def _pack(weight: QuantizedWeight) -> dict[str, Tensor]:
     kind, blocks = transcribe(weight)
     return {kind.name: blocks}
@@ -261,8 +277,8 @@ def _spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> Layer
             "needed: fetch the file again"
         )
     columns = blocks.shape[1] // kind.size * kind.columns
-    own: dict[str, Any] = {"bits": kind.bits, "group_size": kind.group_size, "sym": kind.sym, "act_order": False}
-    return LayerSpec(in_features=columns, out_features=blocks.shape[0], **own)
+    own: dict[str, Any] = {"bits": kind.bits, "group_size": kind.group_size, "sym": kind.sym, "type": key}
+    return LayerSpec(in_features=columns, out_features=blocks.shape[0], act_order=False, **own)
 
 
 def _unpack(name: str, tensors: Mapping[str, Tensor], spec: LayerSpec) -> QuantizedWeight:  # noqa: ARG001
@@ -293,6 +309,7 @@ GGUF = Format(
     suffixes=tuple(BLOCKS),
     snap=Float16Offset(),
     check=_check_shape,
+    nbytes=_nbytes,
     pack=_pack,
     spec=_spec,
     unpack=_unpack,
@@ -302,4 +319,5 @@ GGUF = Format(
     choose=choose,
     accept=accept,
     finish=write_model,
+    float_nbytes=_float_nbytes,
 )

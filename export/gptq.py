@@ -46,6 +46,11 @@ def check_spec(spec: LayerSpec) -> None:
         raise ShapeError(f"{shape} is its shape, and packed {spec.bits}-bit weights need multiples of {unit} both ways")
 
 
+def _nbytes(spec: LayerSpec) -> int:
+    codes, groups = spec.out_features * spec.in_features, spec.out_features * spec.groups
+    return (codes + groups) * spec.bits // 8 + 2 * groups + 4 * spec.in_features
+
+
 def pack_layer(weight: QuantizedWeight, *, offset: int) -> dict[str, Tensor]:
     """Return the tensors of one layer, exact and contiguous; stored zero points are `offset` less than true ones.
 
@@ -155,6 +160,7 @@ def _version(offset: int) -> Format:
         suffixes=SUFFIXES,
         snap=IntegerZeroPoint(least=offset),
         check=check_spec,
+        nbytes=_nbytes,
         pack=partial(pack_layer, offset=offset),
         spec=layer_spec,
         unpack=partial(unpack_layer, offset=offset),

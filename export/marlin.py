@@ -49,6 +49,10 @@ def check_spec(spec: LayerSpec) -> None:
         raise ConfigError(f"marlin holds groups of {_GROUP} columns or whole rows, not of {spec.group_size}")
 
 
+def _nbytes(spec: LayerSpec) -> int:
+    return spec.out_features * (spec.in_features + 4 * spec.groups + 1) // 2
+
+
 def pack_layer(weight: QuantizedWeight) -> dict[str, Tensor]:
     """Return the tensors of one layer, exact and contiguous; `check_spec` comes first.
 
@@ -162,6 +166,7 @@ FORMAT = Format(
     suffixes=("B", "s", "workspace"),
     snap=IntegerZeroPoint(),
     check=check_spec,
+    nbytes=_nbytes,
     pack=pack_layer,
     spec=layer_spec,
     unpack=unpack_layer,

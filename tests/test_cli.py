@@ -26,6 +26,7 @@ COMMANDS = {
     gptqkit.Evaluation: ("evaluate model --dataset a.txt", "compare model --dataset a.txt"),
 }
 QUANTIZE = ["quantize", "model", "out"]
+SKIP = gptqkit.ModuleOverride(skip=True)
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +150,9 @@ def test_settings_that_are_typed_in_a_form_of_their_own(settings):
         "compare --dataset a.txt",
         "report",
         "convert in out --format no-format",
+        "inspect out --tensor-parallel two",
+        "recommend model --memory 8GB",
+        "recommend model --for vllm --memory lots",
     ],
 )
 def test_usage_errors_are_two_lines_and_2(typed, capsys):
@@ -169,6 +173,7 @@ def test_usage_errors_are_two_lines_and_2(typed, capsys):
         ("quantize model out --method gtpq", "gptq"),
         ("evaluate model --datset a.txt", "--dataset"),
         ("inspect folder --jsn", "--json"),
+        ("inspect folder --for vlm", "vllm"),
     ],
 )
 def test_what_was_misspelt_is_asked_for(typed, meant, capsys):
@@ -264,6 +269,35 @@ def test_plan_prints_sizes_and_refuses_what_cannot_run(example_model, tmp_path, 
     assert re.search(r"^disk\n  checkpoint +[\d.]+ MiB\n", captured.out, re.MULTILINE)
     assert re.fullmatch(r"gptqkit: error: .* MiB of disk .*, and there is 4.88 KiB; .*\n", captured.err)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_reader_answers_by_its_exit_code(example_model, tmp_path, capsys):
+    gptqkit.quantize(example_model, None, tmp_path / "out", {"bits": 3, "method": "rtn", "overrides": {"mlp": SKIP}})
+    command = ["inspect", str(tmp_path / "out"), "--for"]
+    assert cli.main([*command, "vllm"]) == 1
+    shown, said = capsys.readouterr()
+    assert shown.startswith("vLLM: does not load it\n  because it serves 4 and 8 bits, not 3")
+    assert said == f"gptqkit: error: vLLM does not load {tmp_path / 'out'}\n"
+    assert cli.main([*command, "sglang"]) == 0
+    assert capsys.readouterr().out.startswith("SGLang: loads it\n  mind that it has fast kernels for symmetric")
+    assert cli.main([*command, "sglang", "--tensor-parallel", "4", "--json"]) == 1  # of 4 heads and 2 of keys
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["name"], answer["loads"]) == ("SGLang", False)
+    assert "o_proj has 64 inputs on each GPU and groups of 128" in answer["reasons"][0]
+    assert cli.main([*command, "gptqkit", "--tensor-parallel", "0"]) == 1
+    assert "tensor_parallel is 0" in capsys.readouterr().err
+
+
+def test_recommendations_as_text_and_as_json(example_model, capsys):
+    command = ["recommend", str(example_model), "--for", "transformers", "--memory"]
+    assert cli.main([*command, "6MB"]) == 0
+    assert re.search(r"^gptq_v2 +3 +32 +no ", capsys.readouterr().out, re.MULTILINE)
+    assert cli.main([*command, "6MB", "--json", "--context", "64"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert all(row["total_bytes"] <= 6000000 for row in rows)
+    assert rows[0]["bits"] == 4
+    assert cli.main([*command, "1MB"]) == 1
+    assert re.fullmatch(r"gptqkit: error: .* is what the smallest choice needs .*\n", capsys.readouterr().err)
 
 
 def test_scores_as_text_and_as_json(behave, capsys):

@@ -75,6 +75,7 @@ def dummy(monkeypatch):
         suffixes=tuple(PARTS),
         snap=any_float,
         check=check,
+        nbytes=lambda spec: spec.out_features * (spec.in_features + 8 * spec.groups) + 4 * spec.in_features,
         pack=lambda weight: {suffix: getattr(weight, part) for suffix, part in PARTS.items()},
         spec=spec_of,
         unpack=unpack,

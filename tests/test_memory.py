@@ -15,7 +15,9 @@ import gptqkit
 from gptqkit.errors import ConfigError, DoesNotFitError
 from gptqkit.memory import available_ram
 from gptqkit.units import size_text
+from support import gguf_files
 from support.jobs import processes
+from support.models import build
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 512}
@@ -133,6 +135,25 @@ def test_four_times_the_blocks_take_no_more_memory(dtype, place, tmp_path):
         peaks[blocks] = measured(tmp_path / str(blocks), llama(dtype, blocks=blocks), *job)["found"]["RAM"]
     block = 4 * 256 * (4 * 256 + 3 * 768)
     assert peaks[16] < peaks[4] + block
+
+
+@pytest.mark.parametrize(
+    ("make", "config"),
+    [
+        (lambda: build("qwen3_moe"), {"bits": 3, "sym": False}),
+        (lambda: build("llama"), {"format": "compressed-tensors"}),  # its output layer is the embedding
+        (lambda: build("qwen2"), {"lm_head": True, "overrides": {"down_proj": {"bits": 8}, "o_proj": {"skip": True}}}),
+        (lambda: gguf_files.build("Mixtral", **gguf_files.NARROW, num_local_experts=4), {"type": "Q3_K_M"}),
+        (lambda: gguf_files.build("Qwen2", tie_word_embeddings=True), {"type": "Q4_K_S"}),
+    ],
+)
+def test_sizes_of_checkpoints_are_known_to_the_byte(make, config, tmp_path):
+    gguf_files.save(make(), tmp_path / "model")
+    config = {"method": "rtn", "group_size": 128 if "type" in config else 32, **config}
+    told = gptqkit.plan(tmp_path / "model", None, config).output_bytes
+    gptqkit.quantize(tmp_path / "model", None, tmp_path / "out", config)
+    found = gptqkit.inspect(tmp_path / "out")
+    assert told == found.packed_bytes + found.other_bytes
 
 
 # The rest needs no job.

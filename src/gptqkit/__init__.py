@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from .quantizer.config import ModuleOverride as ModuleOverride
     from .quantizer.config import QuantizeConfig as QuantizeConfig
     from .quantizer.quantized import QuantizedWeight as QuantizedWeight
+    from .recommending import Choice as Choice
+    from .recommending import recommend as recommend
     from .report import BlockReport as BlockReport
     from .report import ModuleReport as ModuleReport
     from .report import QuantizationReport as QuantizationReport
@@ -88,6 +90,7 @@ _HOMES = {
     "progress": "Progress",
     "quantizer.config": "ModuleOverride QuantizeConfig",
     "quantizer.quantized": "QuantizedWeight",
+    "recommending": "Choice recommend",
     "report": "BlockReport ModuleReport QuantizationReport TuningReport",
     "run": "Run",
 }

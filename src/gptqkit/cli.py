@@ -1,4 +1,4 @@
-"""The `gptqkit` command: quantize, imatrix, plan, evaluate, compare, report, inspect and convert from the shell.
+"""The `gptqkit` command: quantize, imatrix, plan, recommend, evaluate, compare, report, inspect, convert and so on.
 
 Everything heavy is imported inside the commands, so that help and usage errors answer at once.
 """
@@ -6,6 +6,7 @@ Everything heavy is imported inside the commands, so that help and usage errors 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import logging
@@ -28,10 +29,12 @@ from .display import (
     key_values,
     plan_summary,
     quantization_summary,
+    reader_advice,
+    recommendation_table,
 )
-from .errors import AbandonedError, GptqkitError
+from .errors import AbandonedError, CheckpointError, GptqkitError
 from .evaluation.config import Evaluation
-from .export.formats import FORMATS
+from .export.formats import FORMATS, READERS
 from .options import Parser, add_fields, add_settings, config_from_options, from_options, size
 from .run import Run
 from .version import __version__
@@ -60,6 +63,7 @@ QUANTIZED = "folder of a quantized model, or its id on the Hub"
 REVISION = "branch, tag or commit of a model on the Hub"
 TOKENIZER = "folder of a tokenizer, or its id on the Hub (default: that of the model)"
 CALIBRATION = f"text to calibrate on, which every method but rtn needs: {SOURCES}. May be repeated for several files"
+_READERS = [name.lower() for name in READERS]
 REFERENCE = "float model to compare with, by KL divergence and top-1 agreement, or by the embeddings of an encoder"
 
 UPLOAD = ("push_to_hub", "private")
@@ -122,7 +126,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_readers(commands: Any) -> None:
-    """Add the commands that read checkpoints and run nothing."""
+    """Add the commands that run no model."""
+    advise = _add_command(commands, _recommend, "show which formats and widths of a model fit into a memory")
+    advise.add_argument("model", metavar="MODEL", help=MODEL)
+    advise.add_argument("--memory", metavar="SIZE", type=size, required=True, help="memory there is, such as 8GB")
+    advise.add_argument("--for", dest="reader", choices=_READERS, required=True, help="the program that is to load it")
+    tokens = "tokens whose keys and values must fit, too (default: what the model takes, up to 4096)"
+    advise.add_argument("--context", metavar="N", type=int, help=tokens)
+    advise.add_argument("--revision", metavar="NAME", help=REVISION)
+    advise.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
+
     report = _add_command(commands, _report, "draw a checkpoint's quantization report as a page for a browser")
     report.add_argument("checkpoint", metavar="OUT", type=Path, help="folder that holds quantization_report.json")
     report.add_argument(
@@ -138,6 +151,10 @@ def _add_readers(commands: Any) -> None:
     look = _add_command(commands, _inspect, "show a checkpoint's format, bits and sizes, and which programs load it")
     look.add_argument("checkpoint", metavar="CHECKPOINT", help=QUANTIZED)
     look.add_argument("--revision", metavar="NAME", help=REVISION)
+    one = "say of one program whether it loads the checkpoint, what is in the way, and what it costs; 1 if it does not"
+    look.add_argument("--for", dest="reader", choices=_READERS, help=one)
+    gpus = "GPUs between which vLLM or SGLang is to share every layer (default: 1)"
+    look.add_argument("--tensor-parallel", metavar="N", type=int, default=1, help=gpus)
     look.add_argument("--json", action="store_true", help="print JSON")
 
     diff = _add_command(commands, _diff, "show which layers of two checkpoints of one model differ, and how far")
@@ -263,6 +280,16 @@ def _plan(arguments: argparse.Namespace) -> None:
     needed.check()
 
 
+def _recommend(arguments: argparse.Namespace) -> None:
+    _quieten_libraries(arguments.verbose)
+    import gptqkit
+
+    how = {"context": arguments.context, "revision": arguments.revision}
+    found = gptqkit.recommend(arguments.model, arguments.memory, arguments.reader, **how)
+    rows = [choice.to_dict() for choice in found]
+    print(json.dumps(rows, indent=2) if arguments.json else recommendation_table(rows))
+
+
 def _evaluate(arguments: argparse.Namespace) -> None:
     config = from_options(arguments, Evaluation)
     _quieten_libraries(arguments.verbose)
@@ -319,8 +346,15 @@ def _diff(arguments: argparse.Namespace) -> None:
 def _inspect(arguments: argparse.Namespace) -> None:
     import gptqkit
 
-    summary = gptqkit.inspect(arguments.checkpoint, revision=arguments.revision).to_dict()
-    print(json.dumps(summary, indent=2) if arguments.json else checkpoint_summary(summary))
+    how = {"revision": arguments.revision, "tensor_parallel": arguments.tensor_parallel}
+    found = gptqkit.inspect(arguments.checkpoint, **how)
+    one = None if arguments.reader is None else found.reader(arguments.reader)
+    values = found.to_dict() if one is None else dataclasses.asdict(one)
+    shown = (checkpoint_summary if one is None else reader_advice)(values) if not arguments.json else ""
+    print(shown or json.dumps(values, indent=2))
+    sys.stdout.flush()
+    if one is not None and not one.loads:
+        raise CheckpointError(f"{one.name} does not load {arguments.checkpoint}")
 
 
 def _convert(arguments: argparse.Namespace) -> None:

@@ -15,6 +15,10 @@ from .units import size_text
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+_EXAMPLE = """\
+KL divergence from the float model, and perplexity over its own, are the example model's (6 million parameters,
+WikiText-2, gptq), not this one's: gptqkit compare shows those. Activations come on top of the total."""
+
 
 class ProgressDisplay:
     """A progress callback that draws bars on a terminal and in notebooks, and writes a line per layer anywhere else.
@@ -165,6 +169,36 @@ def checkpoint_summary(summary: Mapping[str, Any]) -> str:
     shown["readers"] = {each["name"]: "; ".join(each["reasons"]) for each in summary["readers"]}
     shown["readers"] = {name: f"no: {reasons}" if reasons else "yes" for name, reasons in shown["readers"].items()}
     return key_values(shown)
+
+
+def reader_advice(reader: Mapping[str, Any]) -> str:
+    """Return what is known of one reader of a checkpoint, a line for every reason and warning.
+
+    >>> said = {"reasons": ["serves 4 bits"], "warnings": ["pads layers"]}
+    >>> print(reader_advice({"name": "vLLM", "loads": False, **said}))
+    vLLM: does not load it
+      because it serves 4 bits
+      mind that it pads layers
+    """
+    lines = [f"{reader['name']}: {'loads it' if reader['loads'] else 'does not load it'}"]
+    lines += [f"  because it {reason}" for reason in reader["reasons"]]
+    return "\n".join([*lines, *(f"  mind that it {warning}" for warning in reader["warnings"])])
+
+
+def recommendation_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return choices (`Choice.to_dict()`), the best first, as a table, with the command of the best.
+
+    >>> row = {"type": "Q4_0", "bits": 4, "group_size": 32, "bits_per_weight": 4.5, "perplexity": 1.0054}
+    >>> row |= {"checkpoint_bytes": 2048, "cache_bytes": 10, "total_bytes": 2058, "warnings": [], "command": "gptqkit"}
+    >>> print(recommendation_table([row]).splitlines()[1])
+    Q4_0      4           32               4.5     2.00 KiB    10 B   2.01 KiB               -       1.0054
+    """
+    sizes = ["checkpoint", "cache", "total"]
+    shown = [{**row, **{key: size_text(row[f"{key}_bytes"]) for key in sizes}} for row in rows]
+    own = ["type", "bits", "group_size"] if rows[0]["type"] else ["format", "bits", "group_size", "sym"]
+    table = _table(shown, [*own, "bits_per_weight", *sizes, "kl_divergence", "perplexity"])
+    notes = [f"  mind that the reader {warning}" for warning in rows[0]["warnings"]]
+    return "\n".join([table, "", _EXAMPLE, "", "the best of these:", f"  {rows[0]['command']}", *notes])
 
 
 def plan_summary(plan: Mapping[str, Any]) -> str:

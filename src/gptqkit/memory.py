@@ -6,7 +6,7 @@ Of one Linear, weight (n, k), s bytes per number of the solver (4, or 8 with flo
     moments      4 k^2 (1 + p) + 4 n k                  their means; W in float32
     solver       s n k + s k^2 (3 + p)                  while H is factorized, and P is made, or
                  s n k (4 + p) + s k^2 (1 + p) + n k    in the sweep: W twice, Q, E, w when rounded; R, P; codes
-    checkpoint   n k bits / 8 + 4 n k / group_size      codes; scale and zero point of every group
+    checkpoint   as the format says, to the byte
     learning     20 n k                                 latent, its move, the weight, two gradients
 
 What the C library keeps of freed RAM does not count: some 100 MiB.
@@ -19,13 +19,14 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from .calibration.config import Calibration
 from .calibration.halves import has_two_stacks
@@ -41,7 +42,7 @@ from .quantizer.config import QuantizeConfig
 from .quantizer.methods import needs_calibration, pairs_models
 from .run import LARGEST_BATCH, Run
 from .settings import settings_of
-from .targets import Target, find_blocks, find_head, find_targets
+from .targets import Target, find_blocks, find_head, find_targets, is_tied
 from .units import size_text
 
 _LOG = logging.getLogger("gptqkit")
@@ -178,7 +179,7 @@ def estimate(
     states = -(-samples // processes) * width * length * (1 + paired)
 
     source = _bytes(model, stored)
-    output = source + sum(_packed_bytes(target) - _weights(target) * stored.itemsize for target in every)
+    output = sum(checkpoint_bytes(model, every, config))
     block = max(_bytes(each, dtype) for each in blocks)
     statistics = max(_statistics_bytes(part, paired) for part in parts) if shape else 0
     # Of the tokens of a batch in one stack: what a block holds at its widest, and hidden states before and after it.
@@ -215,6 +216,21 @@ def estimate(
         source_bytes=source,
         output_bytes=output,
     )
+
+
+def checkpoint_bytes(model: PreTrainedModel, targets: Iterable[Target], config: QuantizeConfig) -> tuple[int, int]:
+    """Return the bytes of a checkpoint's quantized layers, and those of all its other tensors.
+
+    Args:
+        model: The model without weights, experts split, in the dtype of its files.
+        targets: All that is quantized.
+        config: The settings.
+    """
+    layout, tied = find_format(config.format), is_tied(model)
+    packed = {f"{target.name}.weight": _packed_bytes(target) for target in targets}
+    size = layout.float_nbytes or (lambda _name, tensor, _type, _tied: tensor.nbytes)
+    others = ((name, tensor) for name, tensor in model.named_parameters() if name not in packed)
+    return sum(packed.values()), sum(size(name, tensor, config.type, tied) for name, tensor in others)
 
 
 def available_ram(root: Path = Path("/")) -> int | None:
@@ -271,11 +287,11 @@ def _made_again(parts: Sequence[list[Target]], config: QuantizeConfig, run: Run)
 
 
 def _packed_bytes(target: Target) -> int:
-    """Return what one Linear takes in the checkpoint."""
-    (rows, columns), average = target.shape, target.config.target_bits
+    """Return what one Linear takes in the checkpoint; where its bits are yet to be chosen, what the average makes."""
+    average = target.config.target_bits
     if average is not None and not any(re.search(pattern, target.name) for pattern in target.config.overrides):
-        return round(rows * columns * average / 8)
-    return rows * (columns * target.config.bits // 8 + 4 * (columns // (target.config.group_size or columns)))
+        return round(_weights(target) * average / 8)
+    return find_format(target.config.format).nbytes(target.spec)
 
 
 def _statistics_bytes(targets: list[Target], paired: bool) -> int:

@@ -20,7 +20,7 @@ from .calibration.halves import parts_of
 from .calibration.samples import Samples
 from .distributed import Processes
 from .errors import ConfigError, ShapeError
-from .export.formats import LayerSpec, find_format
+from .export.formats import find_format
 from .job import Job
 from .model import FloatModel
 from .pipeline import STATISTICS_BYTES
@@ -146,18 +146,8 @@ def _measured(
 
 
 def _holds(check: Any, target: Target, bits: int) -> bool:
-    rows, columns = target.shape
-    its = target.config
-    spec = LayerSpec(
-        in_features=columns,
-        out_features=rows,
-        bits=bits,
-        group_size=its.group_size or columns,
-        sym=its.sym,
-        act_order=its.desc_act and not its.static_groups,
-    )
     try:
-        check(spec)
+        check(dataclasses.replace(target.spec, bits=bits))
     except (ConfigError, ShapeError):
         return False
     return True

@@ -41,6 +41,20 @@ class Target:
     experts: str | None = None
     expert: int | None = None
 
+    @property
+    def spec(self) -> LayerSpec:
+        """What it becomes."""
+        size = self.config.group_size or self.shape[1]
+        return LayerSpec(
+            in_features=self.shape[1],
+            out_features=self.shape[0],
+            bits=self.config.bits,
+            group_size=size,
+            sym=self.config.sym,
+            act_order=self.config.desc_act and not self.config.static_groups and size < self.shape[1],
+            type=self.config.type,
+        )
+
 
 def matrix(module: nn.Module) -> Tensor:
     """Return a view of the weight of a Linear or Conv1D as (out, in)."""
@@ -193,19 +207,11 @@ def _target(
     layout, asked = find_format(config.format), config.group_size
     if asked is not None:
         config = dataclasses.replace(config, group_size=fitting_group(columns, asked))
-    size = config.group_size or columns
-    spec = LayerSpec(
-        in_features=columns,
-        out_features=rows,
-        bits=config.bits,
-        group_size=size,
-        sym=config.sym,
-        act_order=config.desc_act and not config.static_groups and size < columns,
-    )
+    target = Target(name, inner, (rows, columns), config)
     try:
         if layout.uniform and (config.bits, asked) != (common.bits, common.group_size):
             raise ConfigError(f"{config.format} knows one setting for all modules; skip it or take another format")
-        layout.check(spec)
+        layout.check(target.spec)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
     if layout.uniform and config.group_size != asked:
@@ -213,8 +219,8 @@ def _target(
     owner = inner.rpartition(".")[0]
     if block is not None and isinstance(block.get_submodule(owner), Expert):
         experts, _, number = owner.rpartition(".")
-        return Target(name, inner, (rows, columns), config, experts, int(number))
-    return Target(name, inner, (rows, columns), config)
+        return dataclasses.replace(target, experts=experts, expert=int(number))
+    return target
 
 
 def misfits(targets: list[list[Target]], left: Mapping[str, str], config: QuantizeConfig) -> list[str]:

@@ -125,6 +125,21 @@ def test_tensors_are_those_of_the_definition(layout, weight):
     assert same(read(layout, expected, weight), weight)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("size", [32, None])
+def test_sizes_of_layers_are_known_before_they_are_made(bits, size):
+    for name, sym, act_order in itertools.product((*FORMATS, "gguf"), (True, False), (True, False)):
+        weight = random_weight(bits, 256, 128, size, sym=sym, act_order=act_order)
+        layout, spec = find_format(name), LayerSpec.of(weight)
+        try:
+            layout.check(spec)
+            tensors = layout.pack(weight)
+        except (ConfigError, ConversionError):
+            continue
+        kind = next(iter(tensors)) if name == "gguf" else None
+        assert layout.nbytes(dataclasses.replace(spec, type=kind)) == sum(each.nbytes for each in tensors.values())
+
+
 def test_scales_of_other_programs_are_read_exactly():
     """llm-compressor writes bfloat16, and what that holds float16 may not."""
     for layout, key, weight in (

@@ -121,7 +121,7 @@ def test_conversion_is_exact_and_goes_back(tmp_path):
     assert summary.packed_bytes == summary.quantized_weights * 18 // 32
     size = (tmp_path / "gguf" / "model.gguf").stat().st_size
     assert 0 < size - summary.packed_bytes - summary.other_bytes < 20000  # metadata
-    assert [reader.name for reader in summary.readers if reader.loads] == ["gptqkit", "llama.cpp"]
+    assert [reader.name for reader in summary.readers if reader.loads] == ["gptqkit", "transformers", "llama.cpp"]
     assert "GGUF" in (tmp_path / "gguf" / "README.md").read_text()
 
 

@@ -1,0 +1,384 @@
+"""Which programs load a checkpoint, and what it costs them: one list of rules, for files and for plans of files.
+
+What stands here was found by running the programs or, for SGLang, tensor parallelism and the kernels of GPUs, by
+reading them: GPTQModel 7.5, transformers 5.23 with optimum 2.3 and GPTQModel or with compressed-tensors 0.19, vLLM
+0.32, SGLang, AutoGPTQ 0.7.1, llama.cpp (llama-cpp-python 0.3.36). vLLM and SGLang are meant on a GPU. Kinds of models
+that were not tried count as not loaded.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from .formats import READERS, Declared, LayerSpec
+from .modules import FUSED
+from .shards import some
+
+TRANSFORMERS = "transformers"
+OTHERS = ("GPTQModel", TRANSFORMERS, "vLLM", "SGLang", "AutoGPTQ")
+"""The readers of safetensors beside gptqkit; transformers with the packages that it asks for."""
+
+SERVERS = ("vLLM", "SGLang")
+
+Rules: TypeAlias = "list[tuple[Sequence[str], object, str]]"
+"""Readers, what stops or costs them if it is true of the checkpoint, and how they put it."""
+
+_MIXTURES = ("deepseek_v3", "gpt_oss", "mixtral", "phimoe", "qwen3_moe")
+"""Types of mixtures of experts that GPTQModel and vLLM were tried with."""
+
+_UNCONFIRMED = ("deepseek_v3", "phimoe")
+"""Those of which vLLM's answers on a CPU were further off than kernels explain, or which it cannot run there."""
+
+_BY_ROWS = ("o_proj", "out_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "fc2", "w2", "wo")
+"""Modules whose inputs GPUs share; of all others they share the outputs."""
+
+_AMBIGUOUS = "refuses asymmetric version 1 files of other programs; convert to gptq_v2"
+_GROUPS_IN_ORDER = "rejects desc_act with groups; quantize with static_groups or act_group_aware"
+_INDEXED = (
+    "looks up every column's group (g_idx) in each call, which takes time; static_groups and act_group_aware do not"
+)
+_ROUNDED = "rounds scales to bfloat16, which config.json asks for; ask it for float16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """Whether a program can load a checkpoint.
+
+    Attributes:
+        name: The program.
+        loads: Whether it loads the checkpoint and computes the right thing.
+        reasons: Why not, and what to do where something can be done.
+        warnings: What to know, or what it costs, where it loads.
+    """
+
+    name: str
+    loads: bool
+    reasons: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Facts:
+    """What rules look at, of a checkpoint or of one that is planned.
+
+    Attributes:
+        declared: What its config declares.
+        layers: Every quantized layer by name.
+        skipped: Modules of the quantized blocks in floating point.
+        model_config: config.json.
+        quantization_config: The quantization config as it stands there.
+        lacking: Number of layers without g_idx.
+        all_ones: Number of zero points whose bits are all set, in an asymmetric file of version 1.
+        tensor_parallel: Number of GPUs that share every layer.
+    """
+
+    declared: Declared
+    layers: Mapping[str, LayerSpec]
+    skipped: Sequence[str]
+    model_config: Mapping[str, Any]
+    quantization_config: Mapping[str, Any]
+    lacking: int = 0
+    all_ones: int = 0
+    tensor_parallel: int = 1
+
+    @cached_property
+    def on_gpu(self) -> Mapping[str, LayerSpec]:
+        """What one GPU holds of the layers."""
+        count, shared = self.tensor_parallel, _heads(self.model_config)[1]
+        return {name: _part(name, spec, count, shared)[0] for name, spec in self.layers.items()}
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that config.json names."""
+        return str(self.model_config.get("torch_dtype") or self.model_config.get("dtype")).removeprefix("torch.")
+
+
+def readers_of(facts: Facts) -> tuple[Reader, ...]:
+    """Return of every reader whether it loads a checkpoint, why not, and what to know."""
+    own = _RULES.get(facts.declared.format)
+    rules = own(facts) if own else [(OTHERS, True, "was not tried with this format")]
+    rules = [*_common_rules(facts), *rules, *_parallel_rules(facts)]
+    costs = _costs(facts)
+    reasons = {name: tuple(text for readers, holds, text in rules if holds and name in readers) for name in READERS}
+    warnings = {name: tuple(text for readers, holds, text in costs if holds and name in readers) for name in READERS}
+    return tuple(
+        Reader(name=name, loads=not reasons[name], reasons=reasons[name], warnings=warnings[name]) for name in READERS
+    )
+
+
+def _common_rules(facts: Facts) -> Rules:
+    """Return what stops readers of any format."""
+    layers, model, format_ = facts.layers, facts.model_config, facts.declared.format
+    untried = [str(name) for name in model.get("architectures") or () if not str(name).endswith("ForCausalLM")]
+    experts = any(".experts." in name for name in layers) and format_ not in ("gptq", "gptq_v2")
+    unlike, headless = _unlike(layers, facts.skipped), _outside(layers) and model.get("tie_word_embeddings")
+    elsewhere = "reads GGUF only; quantize with --type, or convert symmetric grids to gguf"
+    return [
+        (OTHERS, untried, f"was tried with causal language models only, not with {_listed(untried)}"),
+        (OTHERS, experts, "was not tried with mixtures of experts in this format"),
+        (SERVERS, unlike, f"needs the parts of {unlike} quantized alike; give them the same settings"),
+        (
+            ("vLLM",),
+            headless,
+            "takes the embedding for the output layer, where tie_word_embeddings is true, not lm_head",
+        ),
+        (("llama.cpp",), format_ != "gguf", elsewhere),
+    ]
+
+
+def _parallel_rules(facts: Facts) -> Rules:
+    """Return what stops servers that share every layer between GPUs; known from reading them only."""
+    count, layers = facts.tensor_parallel, facts.layers
+    if count == 1:
+        return []
+    heads, shared = _heads(facts.model_config)
+    uneven = next((name for name, spec in layers.items() if _part(name, spec, count, shared)[1]), "")
+    cut = "" if uneven else _cut_group(facts)
+    unit = max(32 // math.gcd(spec.bits, 32) for spec in layers.values()) if layers else 1  # codes of whole words
+    short = "" if uneven or cut else _odd_size(facts.on_gpu, (unit, unit))
+    fewer = f"{count} GPUs are too many or no divisor; choose another number"
+    return [
+        (SERVERS, heads % count, f"gives every GPU whole heads: of {heads}, {fewer}"),
+        (
+            SERVERS,
+            shared % count and shared and count % shared,
+            f"gives every GPU whole key-value heads: of {shared}, {fewer}",
+        ),
+        (SERVERS, uneven, f"cannot share {uneven} evenly: {fewer}"),
+        (SERVERS, cut, f"would cut groups: {cut}; quantize with smaller groups, or take fewer GPUs"),
+        (SERVERS, short, f"cannot cut packed words: on a GPU it {short}; take fewer GPUs"),
+    ]
+
+
+def _costs(facts: Facts) -> Rules:
+    """Return what loads, but has a price or a catch."""
+    declared, layers, count = facts.declared, facts.layers, facts.tensor_parallel
+    gptq, servers_only = declared.format in ("gptq", "gptq_v2"), sorted({*READERS} - {*SERVERS})
+    act_order, bits, asymmetric = _act_order(layers), _other_bits(layers), _asymmetric(layers)
+    rounded = facts.dtype == "bfloat16" and declared.format != "gguf"
+    padded = _odd_size(facts.on_gpu, (128, 64), (64, 128))
+    whole = any(spec.bits == 4 and declared_group(spec) not in (32, 64, 128, 256) for spec in layers.values())
+    ones = f"{facts.all_ones} zero points of version 1 are all ones, which their writer may have meant as 0: "
+    return [
+        (("GPTQModel", TRANSFORMERS, "SGLang", "AutoGPTQ"), act_order, _INDEXED),
+        (("SGLang",), act_order and count > 1, "has a slower kernel for shared layers with g_idx"),
+        (("SGLang",), gptq and (asymmetric or bits), "has fast kernels for symmetric 4 and 8 bits only"),
+        (("vLLM",), any(spec.bits == 8 for spec in layers.values()), "on a CPU has kernels for 4 bits only"),
+        (("vLLM",), padded, f"pads layers that do not fill its kernels' tiles, which takes time: it {padded}"),
+        (("GPTQModel", TRANSFORMERS), gptq and whole, "on a CPU needs BACKEND.GPTQ_TORCH for groups of this size"),
+        (("vLLM", TRANSFORMERS), rounded, _ROUNDED),
+        (("gptqkit",), facts.all_ones, ones + "they are read as 2^bits; quantize again as gptq_v2"),
+        (OTHERS, facts.all_ones, ones + "some kernels carry into the next output's; quantize again as gptq_v2"),
+        ((TRANSFORMERS,), declared.format == "gguf", "decodes everything into floating point: no memory is saved"),
+        (servers_only, count > 1, "was not looked at for several GPUs"),
+    ]
+
+
+def _gptq_rules(facts: Facts) -> Rules:
+    declared, layers, model = facts.declared, facts.layers, facts.model_config
+    specs = layers.values()
+    v1 = declared.format == "gptq"
+    by_gptqmodel = re.search(r"gptqmodel:(\d{1,9})\.(\d{1,9})", declared.writer or "", re.IGNORECASE)
+    trusted = by_gptqmodel is not None and tuple(map(int, by_gptqmodel.groups())) >= (0, 9)
+    size = declared.group_size
+    mixed = any((spec.bits, spec.group_size) != (declared.bits, size or spec.in_features) for spec in specs)
+    bits, sizes, odd_sizes = _other_bits(layers), {declared_group(spec) for spec in specs}, _other_sizes(layers)
+    asymmetric, outside, skipped = _asymmetric(layers), _outside(layers), facts.skipped
+    kind, experts = model.get("model_type"), any(".experts." in name for name in layers)
+    renamed = any(".block_sparse_moe.experts." in name for name in layers)
+    groups = facts.quantization_config.get("modules_in_block_to_quantize")
+    groups = [group for group in groups if isinstance(group, list)] if isinstance(groups, list) else []
+    listed = {str(inner) for group in groups for inner in group}
+    unevenly = any(name.endswith(f".{inner}") for name in skipped for inner in listed)
+    unknown = [name for name in outside if listed and not any(inner in name for inner in listed)]
+    unknown = unknown if facts.quantization_config.get("lm_head") else outside
+    odd, odd_for_vllm = _odd_size(layers, (32, 32)), _odd_size(facts.on_gpu, (32, 32))
+    return [
+        (("SGLang", "AutoGPTQ"), experts, "was not tried with mixtures of experts"),
+        (("GPTQModel", "vLLM"), experts and kind not in _MIXTURES, f"was not tried with the experts of {kind}"),
+        ((TRANSFORMERS,), experts, "leaves experts at random values; after `import gptqkit`, transformers loads them"),
+        (("GPTQModel",), renamed, "looks for experts under other names, mlp.experts.N.gate_proj and so on"),
+        (("vLLM",), experts and kind in _UNCONFIRMED, f"loads experts of {kind}, but was not seen to agree on a CPU"),
+        (("vLLM",), experts and kind == "gpt_oss", "loads experts of gpt_oss in MXFP4 and floating point only"),
+        (("GPTQModel",), v1 and not declared.sym and not trusted, _AMBIGUOUS),
+        (("AutoGPTQ",), not v1, "reads version 2 as version 1 without notice, every zero off by one; convert to gptq"),
+        ((TRANSFORMERS, "AutoGPTQ"), mixed, "knows one setting of bits and group size for all modules"),
+        ((TRANSFORMERS,), facts.lacking, f"needs g_idx, which {facts.lacking} layers lack; gptqkit convert writes it"),
+        ((TRANSFORMERS,), outside, f"leaves the quantized {_listed(outside)} at random values"),
+        ((TRANSFORMERS,), skipped and not listed, "needs modules_in_block_to_quantize where modules are not quantized"),
+        ((TRANSFORMERS,), unevenly, "cannot leave a module in floating point in some blocks and quantize it in others"),
+        (("AutoGPTQ",), outside, f"quantizes nothing outside the blocks, but {_listed(outside)} is"),
+        (("AutoGPTQ",), skipped, f"cannot leave modules of the blocks in floating point ({len(skipped)} are)"),
+        (("vLLM",), bits, f"serves 4 and 8 bits, not {_listed(bits)}; quantize with 4 or 8"),
+        (("vLLM",), asymmetric, "serves symmetric checkpoints only; convert to awq or compressed-tensors"),
+        (("vLLM",), declared.desc_act and sizes != {-1}, _GROUPS_IN_ORDER),
+        (("vLLM",), _act_order(layers), "ignores g_idx, so act-order comes out wrong"),
+        (("vLLM",), odd_sizes, _needs_groups((32, 64, 128), odd_sizes)),
+        (
+            ("vLLM",),
+            unknown,
+            f"takes {_listed(unknown)} for floating point, by lm_head or the modules that the config lists",
+        ),
+        (
+            ("SGLang",),
+            (asymmetric or bits) and facts.dtype != "float16",
+            f"computes in float16 only, not {facts.dtype}",
+        ),
+        (("GPTQModel", TRANSFORMERS, "AutoGPTQ"), odd, odd),
+        (("vLLM",), odd_for_vllm, odd_for_vllm),
+    ]
+
+
+def _awq_rules(facts: Facts) -> Rules:
+    layers = facts.layers
+    sizes, most = _other_sizes(layers), {declared_group(spec) for spec in layers.values()} - {-1, 16, 32, 64, 128}
+    outside, odd, odd_for_vllm = _outside(layers), _odd_size(layers, (32, 32)), _odd_size(facts.on_gpu, (32, 32))
+    return [
+        (("SGLang",), True, "was not tried with awq"),
+        (("AutoGPTQ",), True, "reads no awq; convert to gptq"),
+        (("GPTQModel", TRANSFORMERS), most, _needs_groups((16, 32, 64, 128), most)),
+        (("GPTQModel", TRANSFORMERS), outside, f"was not tried with {_listed(outside)} quantized"),
+        (("vLLM",), sizes, _needs_groups((32, 64, 128), sizes)),
+        (("GPTQModel", TRANSFORMERS), odd, odd),
+        (("vLLM",), odd_for_vllm, odd_for_vllm),
+    ]
+
+
+def _compressed_rules(facts: Facts) -> Rules:
+    layers = facts.layers
+    bits, sizes, odd = _other_bits(layers), _other_sizes(layers), _odd_size(facts.on_gpu, (32, 32))
+    wide = _asymmetric({name: spec for name, spec in layers.items() if spec.bits == 8})
+    return [
+        (("GPTQModel", "AutoGPTQ"), True, "reads no compressed-tensors; convert to gptq_v2"),
+        (("SGLang",), True, "was not tried with compressed-tensors"),
+        ((TRANSFORMERS, "vLLM"), _act_order(layers), "has given up g_idx; quantize with static_groups"),
+        (("vLLM",), bits, f"serves 4 and 8 bits, not {_listed(bits)}; quantize with 4 or 8"),
+        (("vLLM",), wide, "serves 8 bits symmetric only; quantize with sym"),
+        (("vLLM",), sizes, _needs_groups((32, 64, 128), sizes)),
+        (("vLLM",), odd, odd),
+    ]
+
+
+def _marlin_rules(facts: Facts) -> Rules:  # noqa: ARG001
+    return [
+        (OTHERS, True, "loads no checkpoints in marlin's layout, which it makes of gptq itself; convert to gptq_v2")
+    ]
+
+
+def _gguf_rules(facts: Facts) -> Rules:  # noqa: ARG001
+    return [
+        (("GPTQModel", "SGLang"), True, "was not tried with gguf"),
+        (("AutoGPTQ", "vLLM"), True, "reads no GGUF; quantize the float model for another format"),
+    ]
+
+
+_RULES: dict[str, Callable[[Facts], Rules]] = {
+    "gptq": _gptq_rules,
+    "gptq_v2": _gptq_rules,
+    "awq": _awq_rules,
+    "marlin": _marlin_rules,
+    "compressed-tensors": _compressed_rules,
+    "gguf": _gguf_rules,
+}
+
+
+def _heads(model: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the heads of queries and of keys in a model's config.json; 0 where it does not say."""
+    inner = model.get("text_config")
+    text = inner if isinstance(inner, dict) else model
+    heads = text.get("num_attention_heads")
+    shared = text.get("num_key_value_heads") or heads
+    return heads if type(heads) is int else 0, shared if type(shared) is int else 0
+
+
+def _part(name: str, spec: LayerSpec, count: int, shared: int) -> tuple[LayerSpec, bool]:
+    """Return what one GPU of `count` holds of a layer, and whether it cannot be shared evenly."""
+    last = name.rpartition(".")[2]
+    side = "in_features" if last in _BY_ROWS else "out_features"
+    parts = min(count, shared or count) if last in ("k_proj", "v_proj") else count
+    size = getattr(spec, side)
+    return replace(spec, **{side: max(size // parts, 1)}), size % parts != 0
+
+
+def _cut_group(facts: Facts) -> str:
+    """Name a layer whose groups would lie on two GPUs; rows of AWQ count as groups, others are on all of them."""
+    for name, spec in facts.layers.items():
+        inputs, size = facts.on_gpu[name].in_features, spec.group_size
+        whole_rows = size == spec.in_features and facts.declared.format != "awq"
+        if inputs % size and not whole_rows:
+            return f"{name} has {inputs} inputs on each GPU and groups of {size}"
+    return ""
+
+
+def _other_bits(layers: Mapping[str, LayerSpec]) -> list[int]:
+    """Return the widths that servers have no kernels for."""
+    return sorted({spec.bits for spec in layers.values()} - {4, 8})
+
+
+def _other_sizes(layers: Mapping[str, LayerSpec]) -> list[int]:
+    """Return the group sizes that servers have no kernels for."""
+    return sorted({declared_group(spec) for spec in layers.values()} - {-1, 32, 64, 128})
+
+
+def _asymmetric(layers: Mapping[str, LayerSpec]) -> bool:
+    return not all(spec.sym for spec in layers.values())
+
+
+def _act_order(layers: Mapping[str, LayerSpec]) -> bool:
+    return any(spec.act_order for spec in layers.values())
+
+
+def _outside(layers: Iterable[str]) -> list[str]:
+    """Return the quantized modules outside the blocks."""
+    return [name for name in layers if not any(part.isdigit() for part in name.split("."))]
+
+
+def declared_group(spec: LayerSpec) -> int:
+    """Return columns per group as files declare them: -1 for whole rows."""
+    return -1 if spec.group_size == spec.in_features else spec.group_size
+
+
+def _needs_groups(known: Sequence[int], found: Iterable[int]) -> str:
+    return (
+        f"has kernels for groups of {', '.join(map(str, known))} or whole rows, not {_listed(found)}; take one of these"
+    )
+
+
+def _odd_size(layers: Mapping[str, LayerSpec], *units: tuple[int, int]) -> str:
+    """Name a layer whose inputs and outputs are multiples of no pair; projections that readers fuse count together."""
+    fused: Counter[str] = Counter()
+    for name, spec in layers.items():
+        fused[_fused_name(name)] += spec.out_features
+    for name, spec in layers.items():
+        outputs = fused[_fused_name(name)]
+        if all(spec.in_features % first or outputs % second for first, second in units):
+            pairs = ", or ".join(
+                f"inputs that are multiples of {first} and outputs of {second}" for first, second in units
+            )
+            return f"needs {pairs}; {name} has {spec.in_features} and {spec.out_features}"
+    return ""
+
+
+def _unlike(layers: Mapping[str, LayerSpec], skipped: Iterable[str]) -> str:
+    """Name a fused projection whose parts differ: servers need them quantized alike, all or none."""
+    kinds: dict[str, set[tuple[object, ...] | None]] = {}
+    for name, spec in layers.items():
+        kinds.setdefault(_fused_name(name), set()).add((spec.bits, spec.group_size, spec.sym, spec.act_order))
+    for name in skipped:
+        kinds.setdefault(_fused_name(name), set()).add(None)
+    return next((name for name, found in kinds.items() if len(found) > 1), "")
+
+
+def _fused_name(name: str) -> str:
+    stem, dot, last = name.rpartition(".")
+    return stem + dot + next((fused for fused, parts in FUSED.items() if last in parts), last)
+
+
+def _listed(values: Iterable[object]) -> str:
+    return some(map(str, values))
