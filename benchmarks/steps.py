@@ -1,9 +1,11 @@
 """What each step beyond GPTAQ buys: divergence, perplexity and time, alone and together.
 
-    python benchmarks/steps.py [--bits N ...] [--seeds N ...] [--only NAME ...] [--json FILE]
+    python benchmarks/steps.py [--difficult] [--bits N ...] [--seeds N ...] [--only NAME ...] [--json FILE]
 
 Every row is the real thing from end to end: quantize, write a gptq_v2 checkpoint, reload it, run its quantized layers.
-`--calibration` takes several files. Rows that the JSON file already holds for the same settings are not run again.
+`--calibration` takes several files. `--difficult` first rescales the model so that a few channels that its Linears
+receive are 30 times as large, as in large models, and its predictions are the same. Rows that the JSON file already
+holds for the same settings are not run again.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -18,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gptqkit
 from gptqkit.loading import load_float
@@ -32,10 +36,40 @@ STEPS: dict[str, dict[str, Any]] = {
     "gptaq + sim + tuned": {"method": "gptaq", "grid": "sim", "tune_epochs": 4},
     "balanced": {"quality": "balanced"},
     "best": {"quality": "best"},
+    "gptaq + rotated": {"method": "gptaq", "rotated": True},
     "groups of 64": {"method": "gptaq", "grid": "sim", "group_size": 64},
     "3.3 bits on average": {"method": "gptaq", "grid": "sim", "target_bits": 3.3},
 }
 BASE = "gptaq"
+
+
+def make_difficult(path: str, out: Path, *, factor: float = 30.0, count: int = 4) -> None:
+    """Write a Llama of which `count` channels behind every norm, and between up and down, are `factor` times as large.
+
+    What reads them has weights that are as much smaller, so that its logits are the same but for rounding.
+    """
+    model, generator = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), torch.Generator().manual_seed(0)
+    behind = torch.randperm(model.config.hidden_size, generator=generator)[:count]
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            readers = {
+                layer.input_layernorm: (attention.q_proj, attention.k_proj, attention.v_proj),
+                layer.post_attention_layernorm: (mlp.gate_proj, mlp.up_proj),
+            }
+            for norm, linears in readers.items():
+                norm.weight[behind] *= factor
+                for linear in linears:
+                    linear.weight[:, behind] /= factor
+            between = torch.randperm(model.config.intermediate_size, generator=generator)[:count]
+            mlp.up_proj.weight[between] *= factor
+            mlp.down_proj.weight[:, between] /= factor
+        tokens = torch.arange(256)[None]
+        before = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens).logits
+        apart = float((model(tokens).logits - before).abs().max())
+    print(f"difficult: logits differ by at most {apart:.1e}", flush=True)
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(path).save_pretrained(out)
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -68,13 +102,14 @@ def main() -> None:
     parser.add_argument("--calibration", nargs="+", default=[str(EXAMPLES / "data/calibration.txt")], metavar="FILE")
     parser.add_argument("--samples", type=int, default=128, help="calibration windows of 512 tokens (default 128)")
     parser.add_argument("--windows", type=int, default=40, help="windows evaluated per text (default 40)")
+    parser.add_argument("--difficult", action="store_true", help="with a few channels 30 times as large")
     parser.add_argument("--bits", type=int, nargs="+", default=[2], choices=(2, 3, 4))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--only", nargs="+", default=list(STEPS), choices=list(STEPS), metavar="NAME")
     parser.add_argument("--json", type=Path, default=Path("steps.json"))
     arguments = parser.parse_args()
     texts = {"wikitext2": EXAMPLES / "data/wikitext2-test.txt", "books": EXAMPLES / "data/heldout.txt"}
-    settings = {key: getattr(arguments, key) for key in ("samples", "windows")}
+    settings = {key: getattr(arguments, key) for key in ("samples", "windows", "difficult")}
     settings["model"] = Path(arguments.model).name
     settings["calibration"] = [Path(file).name for file in arguments.calibration]
     settings |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
@@ -85,15 +120,23 @@ def main() -> None:
     model, tokenizer = load_float(arguments.model, device="cpu")
     how = gptqkit.Evaluation(sequence_length=512, max_windows=arguments.windows)
     done = {(row["bits"], row["seed"], row["step"]) for row in report["rows"]}
+    sources = Path(tempfile.mkdtemp(prefix="steps-"))
+    given = sources / "difficult" if arguments.difficult else Path(arguments.model)
+    if arguments.difficult:
+        make_difficult(arguments.model, given)
     for bits, seed, step in itertools.product(arguments.bits, arguments.seeds, arguments.only):
         if (bits, seed, step) in done:
             continue
         text = gptqkit.Calibration(arguments.calibration, samples=arguments.samples, sequence_length=512, seed=seed)
+        how_to = dict(STEPS[step])
         start = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "checkpoint"
-            config = gptqkit.QuantizeConfig(bits=bits, sym=False, **STEPS[step])
-            gptqkit.quantize(arguments.model, text, out, config, run=gptqkit.Run(device="cpu"))
+        with tempfile.TemporaryDirectory(dir=sources) as folder:
+            out, source = Path(folder) / "checkpoint", given
+            if how_to.pop("rotated", False):
+                source = Path(folder) / "rotated"
+                gptqkit.rotate(given, source)
+            config = gptqkit.QuantizeConfig(bits=bits, sym=False, **how_to)
+            gptqkit.quantize(source, text, out, config, run=gptqkit.Run(device="cpu"))
             seconds = time.perf_counter() - start
             scores = {
                 name: gptqkit.evaluate(out, file, how, reference=model, tokenizer=tokenizer).to_dict()
@@ -102,6 +145,7 @@ def main() -> None:
         report["rows"].append({"bits": bits, "seed": seed, "step": step, "seconds": seconds, "scores": scores})
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
         print(bits, seed, step, {name: round(found["kl_divergence"], 4) for name, found in scores.items()}, flush=True)
+    shutil.rmtree(sources)
     print(markdown(report["rows"]))
 
 

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from .report import ModuleReport as ModuleReport
     from .report import QuantizationReport as QuantizationReport
     from .report import TuningReport as TuningReport
+    from .rotating import rotate as rotate
     from .run import Run as Run
 
 _HOMES = {
@@ -92,6 +93,7 @@ _HOMES = {
     "quantizer.quantized": "QuantizedWeight",
     "recommending": "Choice recommend",
     "report": "BlockReport ModuleReport QuantizationReport TuningReport",
+    "rotating": "rotate",
     "run": "Run",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -106,6 +106,12 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     add_settings(plan, ("overwrite", "resume", "strict", *UPLOAD))
 
+    rotate = _add_command(commands, _rotate, "write a float model that is the same, but has no channels that stand out")
+    rotate.add_argument("model", metavar="MODEL", help=MODEL)
+    rotate.add_argument("out", metavar="OUT", type=Path, help="folder to write, new or empty")
+    rotate.add_argument("--seed", metavar="N", type=int, default=0, help="of the rotation (default: 0)")
+    rotate.add_argument("--revision", metavar="NAME", help=REVISION)
+
     evaluate = _add_command(commands, _evaluate, "measure a model's perplexity, and how far it is from a reference")
     evaluate.add_argument("model", metavar="MODEL", help="folder of a model, quantized or not, or its id on the Hub")
     evaluate.add_argument("--dataset", required=True, metavar="SOURCE", help=f"text to measure on: {SOURCES}")
@@ -278,6 +284,14 @@ def _plan(arguments: argparse.Namespace) -> None:
     print(json.dumps(values, indent=2) if arguments.json else plan_summary(values))
     sys.stdout.flush()
     needed.check()
+
+
+def _rotate(arguments: argparse.Namespace) -> None:
+    _quieten_libraries(arguments.verbose)
+    import gptqkit
+
+    gptqkit.rotate(arguments.model, arguments.out, seed=arguments.seed, revision=arguments.revision)
+    print(f"written to {arguments.out}")
 
 
 def _recommend(arguments: argparse.Namespace) -> None:
