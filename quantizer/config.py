@@ -65,6 +65,7 @@ class QuantizeConfig:
         group_size: Input columns that share a scale and a zero point; -1 for one group per row.
         target_bits: Bits per weight on average, scales and zero points included, such as 3.25: the parts of every block
             get 2, 3, 4 or 8 bits, where they matter most, but for modules that have an override.
+        target_size: Instead of that, the most that all tensors of the checkpoint may take, such as 4GB.
         sym: Symmetric or asymmetric grids: the zero point is fixed at 2^(bits-1), or chosen for every group.
         quality: "fast" solves every layer with gptq; "balanced" is gptaq with simulated grids and 40 steps of learned
             rounding per block; "best" takes 150 steps and tunes the scales of the whole model. Each sets `method`,
@@ -113,6 +114,7 @@ class QuantizeConfig:
     bits: int = field(default=4, metadata={"choices": BITS})
     group_size: int | None = 128
     target_bits: float | None = None
+    target_size: int | None = field(default=None, metadata={"size": True})
     sym: bool = field(default=True, metadata={"off": "asym"})
     quality: str = field(default="fast", metadata={"choices": QUALITIES})
     method: str = field(default=_BY_QUALITY, metadata={"choices": METHODS})
@@ -168,8 +170,11 @@ class QuantizeConfig:
             raise ConfigError(f"learn_iterations is {self.learn_iterations}; give 0 for none, or such as 40 or 200")
         if self.target_bits is not None and not 2 < self.target_bits < 9:
             raise ConfigError(f"target_bits is {self.target_bits}; give an average between 2 and 9, such as 3.25")
-        if self.target_bits is not None and self.format == "gguf":
-            raise ConfigError("target_bits and gguf's types both choose bits; leave one out")
+        choices = [name for name in ("target_bits", "target_size") if getattr(self, name) is not None]
+        if choices and self.format == "gguf":
+            raise ConfigError(f"{choices[0]} and gguf's types both choose bits; leave one out")
+        if len(choices) > 1:
+            raise ConfigError("target_bits and target_size both choose bits; leave one out")
         if self.tune_epochs < 0:
             raise ConfigError(f"tune_epochs is {self.tune_epochs}; give 0 for none, or such as 2")
         if self.tune_epochs and self.type is not None:
@@ -185,6 +190,11 @@ class QuantizeConfig:
                 re.compile(pattern)
             except re.error as error:
                 raise ConfigError(f"override pattern {pattern!r} is not a regular expression: {error}") from error
+
+    @property
+    def chooses_bits(self) -> bool:
+        """Whether bits are chosen by what they do."""
+        return self.target_bits is not None or self.target_size is not None
 
     def plain_rounding(self) -> QuantizeConfig:
         """Return the same grids without search or solver: what every method is compared with."""

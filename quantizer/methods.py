@@ -89,7 +89,7 @@ class Method:
 
 def needs_calibration(config: Any) -> bool:
     """Whether the settings of a QuantizeConfig can do nothing without calibration text."""
-    learned = config.learn_iterations or config.tune_epochs or config.target_bits
+    learned = config.learn_iterations or config.tune_epochs or config.chooses_bits
     return bool(find_method(config.method).needs or learned)
 
 

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from gptqkit import QuantizeConfig, inspect, load
 from gptqkit.errors import ConfigError, DoesNotFitError
@@ -39,6 +40,25 @@ def test_bits_go_where_they_matter(tmp_path, target):
             assert len(kinds) == 1
 
 
+@pytest.mark.parametrize("format_", ["gptq_v2", "compressed-tensors"])
+def test_a_size_is_kept_and_used(tmp_path, format_):
+    model, settings = loud(), {"bits": 3, "format": format_, "overrides": {"q_proj": {"bits": 8}}}
+
+    def size(out, **more):
+        quantize(model, tmp_path / out, samples(16), **settings, **more)
+        tensors = [load_file(file) for file in (tmp_path / out).glob("*.safetensors")]
+        return sum(tensor.nbytes for each in tensors for tensor in each.values())
+
+    wide, narrow = size("wide", target_bits=8.9), size("narrow", target_bits=2.8)
+    target = (wide + narrow) // 2
+    found = size("out", target_size=target)
+    assert target - 0.1 * (wide - narrow) < found <= target
+    again = quantize(model, tmp_path / "out", samples(16), **settings, target_size=target, run={"resume": True})
+    assert again.report.config.target_size == target
+    with pytest.raises(ConfigError, match=r"target_size is 1.00 KiB, but the smallest widths make \d+"):
+        size("small", target_size=1024)
+
+
 def test_chosen_bits_lose_less_than_the_same_for_all(tmp_path):
     model = loud()
     with torch.no_grad():
@@ -63,6 +83,8 @@ def test_overrides_stand_and_a_finished_job_is_known_again(tmp_path):
 def test_what_cannot_be_chosen(tmp_path):
     with pytest.raises(ConfigError, match="target_bits"):
         QuantizeConfig(target_bits=1.5)
+    with pytest.raises(ConfigError, match="leave one out"):
+        QuantizeConfig(target_bits=3.5, target_size=1 << 30)
     with pytest.raises(ConfigError, match="one setting"):
         quantize(build("qwen2"), tmp_path / "out", bits=4, format="awq", target_bits=3.5)
 

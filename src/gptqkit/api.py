@@ -133,7 +133,7 @@ def quantize(
             text = None if evaluate_on is None else _text(source, evaluate_on, tokenizer, length)
             _check_predicts(source, config)
         run = _planned(source, config, samples, run, processes, work_path(out))
-        if config.target_bits is not None and samples is not None:
+        if config.chooses_bits and samples is not None:
             with _explained_memory():
                 config = with_chosen_bits(source, samples, config, processes, run, progress)
         identity = identity_of(source, config, samples, run.batch_size, processes.device)
@@ -272,7 +272,7 @@ def _finished(out: Path, config: QuantizeConfig, name: str) -> QuantizationRepor
     if work_path(out).exists() or not (out / REPORT).exists():
         return None
     report = QuantizationReport.from_dict(read_json(out / REPORT))
-    if config.target_bits is not None:
+    if config.chooses_bits:
         config = replace(config, overrides=report.config.overrides)  # these were chosen
     before = {"model": report.model, "config": report.config.to_dict()}
     different = differences(before, {"model": name, "config": config.to_dict()})

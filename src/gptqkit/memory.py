@@ -179,7 +179,7 @@ def estimate(
     states = -(-samples // processes) * width * length * (1 + paired)
 
     source = _bytes(model, stored)
-    output = sum(checkpoint_bytes(model, every, config))
+    output = sum(checkpoint_bytes(model, every, config)) if config.target_size is None else config.target_size
     block = max(_bytes(each, dtype) for each in blocks)
     statistics = max(_statistics_bytes(part, paired) for part in parts) if shape else 0
     # Of the tokens of a batch in one stack: what a block holds at its widest, and hidden states before and after it.

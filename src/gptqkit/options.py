@@ -77,7 +77,7 @@ def add_fields(group: argparse._ActionsContainer, kind: type, without: Collectio
             shown = "on" if shown else None
         elif "size" in field.metadata:
             how |= {"type": size, "metavar": "SIZE"}
-            shown = size_text(shown).replace(".00 ", "")
+            shown = None if shown is None else size_text(shown).replace(".00 ", "")
         else:
             how["type"], how["metavar"] = {"int": (int, "N"), "float": (float, "X"), "str": (str, "NAME")}[base]
             if "choices" in field.metadata:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +23,7 @@ from .distributed import Processes
 from .errors import ConfigError, ShapeError
 from .export.formats import find_format
 from .job import Job
+from .memory import checkpoint_bytes
 from .model import FloatModel
 from .pipeline import STATISTICS_BYTES
 from .progress import Progress, ProgressCallback
@@ -31,7 +33,8 @@ from .quantizer.gptq import solve_gptq
 from .run import LARGEST_BATCH, Run
 from .streams import Streams
 from .subsets import Group, portions
-from .targets import Target, find_targets, matrix, misfits, refuse
+from .targets import Target, find_head, find_targets, matrix, misfits, refuse
+from .units import size_text
 
 _LOG = logging.getLogger("gptqkit")
 SAMPLES = 4  # on which a block shows what an error inside it does to its output
@@ -57,7 +60,7 @@ def with_chosen_bits(
     run: Run,
     progress: ProgressCallback,
 ) -> QuantizeConfig:
-    """Return the settings with an override for every module that `target_bits` gives other bits than `bits`.
+    """Return the settings with an override for every module that gets other bits than `bits`.
 
     Linears that share an input, such as q, k and v, and all experts of a layer have the same bits, as servers need it.
     The loss of a width is tr(E Hd ET) of GPTQ's solution at it, times what such an error in this part does to the
@@ -66,7 +69,7 @@ def with_chosen_bits(
     Args:
         source: The float model.
         samples: Calibration samples; they go through the float model.
-        config: The settings, `target_bits` among them.
+        config: The settings, `target_bits` or `target_size` among them.
         processes: Those that share the samples.
         run: Batch size, and where hidden states are kept.
         progress: Called once per block.
@@ -75,9 +78,10 @@ def with_chosen_bits(
         ConfigError: A format with one setting for all modules, a target that no widths reach, or, with `strict`,
             Linears that do not fit.
     """
-    layout, target_bits = find_format(config.format), cast(float, config.target_bits)
-    if layout.uniform:
-        raise ConfigError(f"{config.format} knows one setting of bits for all; leave target_bits out, or use gptq_v2")
+    if find_format(config.format).uniform:
+        raise ConfigError(
+            f"{config.format} knows one setting of bits for all; leave target_bits and target_size out, or use gptq_v2"
+        )
     blocks = dict(zip(source.paths, source.blocks, strict=True))
     targets, left = find_targets(source.model, blocks, config)
     refuse(misfits(targets, left, config) if run.strict else [])
@@ -100,8 +104,8 @@ def with_chosen_bits(
                 streams.advance("hidden", layer, source.blocks[layer])
             if processes.rank == 0:
                 progress(Progress(stage="choose bits", done=layer + 1, total=len(targets), layer=layer))
-    weights = sum(each.shape[0] * each.shape[1] for group in members.values() for each in group)
-    chosen = allocate_bits(parts, target_bits * weights)
+    free = [target for group in members.values() for target in group]
+    chosen = allocate_bits(parts, _budget(source, targets, free, parts, config))
     if processes.rank == 0:
         counts = Counter(dict.fromkeys(BITS, 0))
         for name, bits in chosen.items():
@@ -114,6 +118,28 @@ def with_chosen_bits(
         if bits != target.config.bits
     }
     return dataclasses.replace(config, overrides={**overrides, **config.overrides})
+
+
+def _budget(
+    source: FloatModel,
+    targets: Sequence[list[Target]],
+    free: Sequence[Target],
+    parts: Mapping[str, Sequence[Width]],
+    config: QuantizeConfig,
+) -> float:
+    """Return the bits that the parts may take: by the average, or what the size leaves when all else has its place."""
+    if config.target_size is None:
+        return cast(float, config.target_bits) * sum(each.shape[0] * each.shape[1] for each in free)
+    head = find_head(source.model, config)
+    every = [target for own in targets for target in own] + ([head] if head else [])
+    others = 8 * sum(checkpoint_bytes(source.model, every, config)) - sum(
+        _size(each, each.config.bits) for each in free
+    )
+    least = others + sum(min(width.size for width in widths) for widths in parts.values())
+    if least > 8 * config.target_size:
+        asked, smallest = size_text(config.target_size), size_text(math.ceil(least / 8))
+        raise ConfigError(f"target_size is {asked}, but the smallest widths make {smallest}; allow for more")
+    return 8 * config.target_size - others
 
 
 def _measured(
