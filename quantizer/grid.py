@@ -14,10 +14,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-# Candidate ranges of the search, as shares of the range from minimum to maximum. They end at 3/4, and errors count by
-# their cubes: by its turn a weight has moved by what others lost, and grids that are tight for what it was clip it.
+# Candidate ranges of the search, as shares of the range from minimum to maximum.
 _COARSE = tuple(1 - step / 32 for step in range(1, 9))
 _FINE = (-1 / 64, 1 / 64, -1 / 128, 1 / 128)
+_TIGHT_COARSE = tuple(1.0 - 0.05 * step for step in range(1, 13))
+_TIGHT_FINE = (-0.025, 0.025, -0.0125, 0.0125)
 _NEAR = (0.85, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3)  # of scales, in the search by simulation
 
 Snap: TypeAlias = Callable[[Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
@@ -82,15 +83,20 @@ class GroupGrid:
         """Return the values of `codes`, (..., rows)."""
         return codes * self.scale + self.offset
 
-    def error(self, weight: Tensor, importance: Tensor) -> Tensor:
-        """Return the sum over columns of importance * |rounded - weight|^3, (rows,) or (groups, rows)."""
+    def error(self, weight: Tensor, importance: Tensor, *, tight: bool = True) -> Tensor:
+        """Return the sum over columns of importance * |rounded - weight|^p, (rows,) or (groups, rows).
+
+        p is 2, where the grid need not be `tight` 3.
+        """
         shifted = weight - self._rest
-        lost = self._steps(shifted).mul_(self.scale).sub_(shifted).abs_()
-        cubes = lost.square().mul_(lost)
-        return importance @ cubes if importance.dim() == 1 else cubes.mul_(importance.unsqueeze(-1)).sum(0)
+        lost = self._steps(shifted).mul_(self.scale).sub_(shifted)
+        powers = lost.square_() if tight else lost.square().mul_(lost.abs_())
+        return importance @ powers if importance.dim() == 1 else powers.mul_(importance.unsqueeze(-1)).sum(0)
 
 
-def fit_grid(weight: Tensor, *, bits: int, sym: bool, snap: Snap, importance: Tensor | None = None) -> GroupGrid:
+def fit_grid(
+    weight: Tensor, *, bits: int, sym: bool, snap: Snap, importance: Tensor | None = None, tight: bool = False
+) -> GroupGrid:
     """Return the grid of one group for every row.
 
     Without `importance` the grid spans minimum to maximum: asymmetric s = (hi - lo) / (2^b - 1), offset = lo, zero
@@ -105,6 +111,9 @@ def fit_grid(weight: Tensor, *, bits: int, sym: bool, snap: Snap, importance: Te
         snap: What the file can hold.
         importance: (columns,) or (columns, groups): weight of each column's error, such as the Hessian's
             (conditional) diagonal.
+        tight: Try ranges down to 0.4 of the whole and count squares, which is best for the weights as they are. A sweep
+            moves weights before their turn comes, by what others lost, and such grids clip them: it wants ranges of
+            3/4 and more, and cubes.
     """
     max_code = 2**bits - 1
     low = weight.amin(0).clamp_(max=0)
@@ -121,15 +130,15 @@ def fit_grid(weight: Tensor, *, bits: int, sym: bool, snap: Snap, importance: Te
     grid = shrunk(1.0)
     if importance is None:
         return grid
-    judge = partial(GroupGrid.error, weight=weight, importance=importance)
+    judge = partial(GroupGrid.error, weight=weight, importance=importance, tight=tight)
     best = judge(grid)
     share = torch.ones_like(best)
 
-    for coarse in _COARSE:
+    for coarse in _TIGHT_COARSE if tight else _COARSE:
         grid, best, better = keep_better(grid, best, shrunk(coarse), judge)
         share = torch.where(better, coarse, share)
     centre = share
-    for fine in _FINE:
+    for fine in _TIGHT_FINE if tight else _FINE:
         grid, best, _ = keep_better(grid, best, shrunk(centre + fine), judge)
     if not sym:
         for step in (1, -1):

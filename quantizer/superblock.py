@@ -78,7 +78,7 @@ class TwoLevel:
         Returns:
             Scales and offsets (groups, rows).
         """
-        alone = fit_grid(weight, bits=bits, sym=sym, snap=self, importance=importance)
+        alone = fit_grid(weight, bits=bits, sym=sym, snap=self, importance=importance, tight=True)
         widest = alone.scale.gather(0, alone.scale.abs().argmax(0, keepdim=True))
         unit = _as_float16(widest / (self.scales[0] if self.signed else self.scales[1]))
         floor = _as_float16(-alone.offset.amin(0, keepdim=True) / max(self.offsets, 1))
