@@ -84,7 +84,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             if (row["bits"], row["name"]) == (bits, name):
                 divergence = " / ".join(f"{scores['kl_divergence']:.4f}" for scores in row["scores"].values())
                 perplexity = " / ".join(f"{scores['perplexity']:.2f}" for scores in row["scores"].values())
-                lines.append(f"| {bits} | {name} | {divergence} | {perplexity} | {row['seconds']:.0f} |")
+                seconds = "" if row["seconds"] is None else f"{row['seconds']:.0f}"
+                lines.append(f"| {bits} | {name} | {divergence} | {perplexity} | {seconds} |")
     return "\n".join(lines)
 
 
