@@ -35,7 +35,7 @@ def test_every_step_is_told(tmp_path):
 )
 def test_blocks_come_nearer_to_the_float_model(tmp_path, name, settings):
     """Measured by running the blocks of the checkpoint, as loaded, on the samples kept aside."""
-    model, settings = build(name), {**settings, "grid": "minmax"}  # a search takes other grids where rounding is learned
+    model, settings = build(name), {**settings, "grid": "minmax"}  # searched ones differ where it learns
     plain = quantize(model, tmp_path / "plain", samples(64), bits=2, **settings).report
     report = learned(model, tmp_path / "learned", **settings).report
     assert not plain.blocks
