@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/clients"))
 GROUP = 128
 
 
@@ -39,27 +41,12 @@ def gptqmodel(model: str, input_ids: Tensor, out: Path, settings: dict[str, Any]
 def llmcompressor(model: str, input_ids: Tensor, out: Path, settings: dict[str, Any]) -> None:
     """Write what llm-compressor makes of it, in float16: of other scales its files are not read here."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-    from datasets import Dataset
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.quantization import GPTQModifier
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from llmcompressor_write import write
 
-    weights = QuantizationArgs(
-        num_bits=settings.pop("bits"), strategy="group", group_size=GROUP, symmetric=False, **settings
-    )
+    how = {"strategy": "group", "group_size": GROUP, "symmetric": False, **settings}
+    weights = QuantizationArgs(num_bits=how.pop("bits"), **how)
     groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float16)
-    rows = input_ids.tolist()
-    data = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]})
-    oneshot(
-        model=loaded,
-        dataset=data,
-        recipe=GPTQModifier(config_groups=groups, ignore=["lm_head"]),
-        max_seq_length=input_ids.shape[1],
-        num_calibration_samples=len(rows),
-    )
-    loaded.save_pretrained(out, save_compressed=True)
-    AutoTokenizer.from_pretrained(model).save_pretrained(out)
+    write(model, input_ids, out, groups, torch.float16)
 
 
 def autoround(model: str, input_ids: Tensor, out: Path, settings: dict[str, Any]) -> None:

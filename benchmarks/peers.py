@@ -21,14 +21,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
+from steps import EXAMPLES, TEXTS, rows_so_far
 
 import gptqkit
 from gptqkit.calibration.samples import load_samples
 from gptqkit.loading import load_float
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 GPTAQ = {"alpha": 0.25}
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPTQModel": ("gptqmodel", {}),
@@ -104,15 +103,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[*PEERS, *OURS], choices=[*PEERS, *OURS], metavar="NAME")
     parser.add_argument("--json", type=Path, default=Path("peers.json"))
     arguments = parser.parse_args()
-    texts = {"wikitext2": EXAMPLES / "data/wikitext2-test.txt", "books": EXAMPLES / "data/heldout.txt"}
-    settings = {key: getattr(arguments, key) for key in ("samples", "windows")}
-    settings["model"] = Path(arguments.model).name
-    settings["calibration"] = [Path(file).name for file in arguments.calibration]
-    settings |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
-    report: dict[str, Any] = {**settings, "rows": []}
-    if arguments.json.exists():
-        before = json.loads(arguments.json.read_text())
-        report = before if {key: before.get(key) for key in settings} == settings else report
+    report = rows_so_far(arguments, "samples", "windows")
     model, tokenizer = load_float(arguments.model, device="cpu")
     text = gptqkit.Calibration(arguments.calibration, samples=arguments.samples, sequence_length=512)
     tokens = arguments.work / "tokens.safetensors"
@@ -126,7 +117,7 @@ def main() -> None:
         out, seconds = (run_peer if name in PEERS else run_ours)(name, bits, arguments, tokens)
         scores = {
             each: gptqkit.evaluate(out, file, how, reference=model, tokenizer=tokenizer).to_dict()
-            for each, file in texts.items()
+            for each, file in TEXTS.items()
         }
         report["rows"].append({"bits": bits, "name": name, "seconds": seconds, "scores": scores})
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")

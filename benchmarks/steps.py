@@ -41,6 +41,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "3.3 bits on average": {"method": "gptaq", "grid": "sim", "target_bits": 3.3},
 }
 BASE = "gptaq"
+TEXTS = {"wikitext2": EXAMPLES / "data/wikitext2-test.txt", "books": EXAMPLES / "data/heldout.txt"}
 
 
 def make_difficult(path: str, out: Path, *, factor: float = 30.0, count: int = 4) -> None:
@@ -95,6 +96,15 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def rows_so_far(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return what the JSON file holds for the same settings, `names` among them, or the start of such a report."""
+    settings = {name: getattr(arguments, name) for name in names} | {"model": Path(arguments.model).name}
+    settings["calibration"] = [Path(file).name for file in arguments.calibration]
+    settings |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    before = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+    return before if settings.items() <= before.items() else {**settings, "rows": []}
+
+
 def main() -> None:
     """Run what is missing, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -108,15 +118,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(STEPS), choices=list(STEPS), metavar="NAME")
     parser.add_argument("--json", type=Path, default=Path("steps.json"))
     arguments = parser.parse_args()
-    texts = {"wikitext2": EXAMPLES / "data/wikitext2-test.txt", "books": EXAMPLES / "data/heldout.txt"}
-    settings = {key: getattr(arguments, key) for key in ("samples", "windows", "difficult")}
-    settings["model"] = Path(arguments.model).name
-    settings["calibration"] = [Path(file).name for file in arguments.calibration]
-    settings |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
-    report: dict[str, Any] = {**settings, "rows": []}
-    if arguments.json.exists():
-        before = json.loads(arguments.json.read_text())
-        report = before if {key: before.get(key) for key in settings} == settings else report
+    report = rows_so_far(arguments, "samples", "windows", "difficult")
     model, tokenizer = load_float(arguments.model, device="cpu")
     how = gptqkit.Evaluation(sequence_length=512, max_windows=arguments.windows)
     done = {(row["bits"], row["seed"], row["step"]) for row in report["rows"]}
@@ -140,7 +142,7 @@ def main() -> None:
             seconds = time.perf_counter() - start
             scores = {
                 name: gptqkit.evaluate(out, file, how, reference=model, tokenizer=tokenizer).to_dict()
-                for name, file in texts.items()
+                for name, file in TEXTS.items()
             }
         report["rows"].append({"bits": bits, "seed": seed, "step": step, "seconds": seconds, "scores": scores})
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")

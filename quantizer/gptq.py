@@ -43,6 +43,7 @@ def solve_rtn(weight: Tensor, moments: Moments | None, config: QuantizeConfig, s
     group_size = config.group_size or columns
     order = column_order(diagonal, group_size, desc_act=False, static_groups=True, act_group_aware=False)
     sweep = _Sweep(target, order, config, snap)
+    sweep.tight = True  # no weight moves
     sweep.fit_static_grids(diagonal)
     for start in range(0, columns, group_size):
         sweep.round(slice(start, start + group_size), target[start : start + group_size])

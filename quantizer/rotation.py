@@ -15,7 +15,7 @@ class Rotation:
 
     def __init__(self, size: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.size, self._power = size, size & -size
+        self._power = size & -size
         self._signs = torch.randint(0, 2, (size,), generator=generator).double() * 2 - 1
         rest = size // self._power
         normal = torch.randn(rest, rest, generator=generator, dtype=torch.float64)

@@ -34,8 +34,8 @@ RECIPES: dict[str, tuple[int, str, int | None, bool, str | None, torch.dtype, in
 }
 
 
-def write(model: str, input_ids: Tensor, out: Path, name: str) -> None:
-    bits, strategy, size, symmetric, order, dtype, others = RECIPES[name]
+def groups_of(name: str) -> dict[str, QuantizationScheme]:
+    bits, strategy, size, symmetric, order, _, others = RECIPES[name]
 
     def scheme(bits: int, targets: list[str]) -> QuantizationScheme:
         settings: dict[str, Any] = {"num_bits": bits, "strategy": strategy, "group_size": size, "actorder": order}
@@ -46,6 +46,10 @@ def write(model: str, input_ids: Tensor, out: Path, name: str) -> None:
         apart = ["q", "k", "v", "o", "gate", "up"]
         groups = {"group_0": scheme(bits, [f"re:.*{part}_proj$" for part in apart])}
         groups["group_1"] = scheme(others, ["re:.*down_proj$"])
+    return groups
+
+
+def write(model: str, input_ids: Tensor, out: Path, groups: dict[str, QuantizationScheme], dtype: torch.dtype) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     rows = input_ids.tolist()
     data = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]})
@@ -71,7 +75,7 @@ def main() -> None:
     for name in RECIPES:
         if re.search(arguments.only, name) and not (arguments.out / name).exists():
             torch.manual_seed(0)
-            write(arguments.model, input_ids, arguments.out / name, name)
+            write(arguments.model, input_ids, arguments.out / name, groups_of(name), RECIPES[name][5])
 
 
 if __name__ == "__main__":

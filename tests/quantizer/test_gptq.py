@@ -296,3 +296,19 @@ def test_bad_input_is_named():
     weight[0, 0] = torch.inf
     with pytest.raises(NonFiniteError, match="weight"):
         solve_gptq(weight, hessian, config())
+
+
+def test_rounding_with_a_search_clips_as_squares_ask_for():
+    """No weight moves, so a row of one outlier is met best by a grid of half its range, which a sweep would not try."""
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).clamp(-2, 2)
+    weight[:, 5] = 4.0
+    settings = config(bits=2, group_size=64, float64=False, sym=True)
+    found = solve_rtn(weight, dataclasses.replace(settings, grid="mse"), torch.eye(64)).weight
+    assert bool((found.scale[:, 0] * 3 < 0.7 * 8).all())
+
+    def lost(share):
+        scale = share * 8 / 3
+        return ((weight / scale).round().clamp(-2, 1) * scale - weight).square().sum(1)
+
+    best = torch.stack([lost(share / 100) for share in range(30, 101)]).amin(0)
+    assert bool(((found.dequantize() - weight).square().sum(1) < 1.02 * best).all())
