@@ -17,13 +17,16 @@ from .methods import METHODS
 BITS = (2, 3, 4, 8)
 GRIDS = ("minmax", "mse", "sim")
 QUALITIES: Mapping[str, Mapping[str, Any]] = {
-    "fast": {"method": "gptq", "grid": "mse", "learn_iterations": 0, "tune_epochs": 0},
-    "balanced": {"method": "gptaq", "grid": "sim", "learn_iterations": 40, "tune_epochs": 0},
-    "best": {"method": "gptaq", "grid": "sim", "learn_iterations": 150, "tune_epochs": 4},
+    "fast": {"method": "gptq", "grid": "mse", "refine_rounds": 0, "learn_iterations": 0, "tune_epochs": 0},
+    "balanced": {"method": "qep", "grid": "sim", "refine_rounds": 2, "learn_iterations": 40, "tune_epochs": 0},
+    "best": {"method": "qep", "grid": "sim", "refine_rounds": 2, "learn_iterations": 150, "tune_epochs": 4},
 }
 """What a quality stands for, where a setting is not given by itself."""
 
+_WITHOUT_MOMENTS: Mapping[str, Any] = {"grid": "minmax", "refine_rounds": 0}
+
 _BY_QUALITY: Any = None
+_BY_METHOD: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,8 @@ class QuantizeConfig:
             rounding per block; "best" takes 150 steps and tunes the scales of the whole model. Each sets `method`,
             `grid`, `learn_iterations` and `tune_epochs`, where these are not given.
         method: "rtn" rounds to nearest; "gptq" moves each column's error onto later columns (arXiv 2210.17323);
-            "gptaq" also corrects for the errors of earlier layers (arXiv 2504.02692).
+            "gptaq" also corrects for the errors of earlier layers (arXiv 2504.02692), column by column; "qep" does that
+            before the sweep, in all columns (arXiv 2504.09629).
         desc_act: Quantize columns in order of decreasing diag(H), H being the Hessian. Groups follow that order, so the
             checkpoint needs g_idx, unless `static_groups` is on.
         static_groups: Fix all grids before the sweep, for groups in the original order; g_idx is not needed then.
@@ -82,7 +86,9 @@ class QuantizeConfig:
         grid: How each group's grid is chosen: "minmax" spans minimum to maximum; "mse" searches for the least error of
             the weights, weighted by diag(H); "sim" then tries the sweep itself on grids nearby, but for static groups
             and K-quants. With "rtn" the default is "minmax".
-        alpha: Strength of gptaq's correction, from 0 to 1.
+        alpha: Strength of the correction for earlier layers, from 0 to 1; 0.25 for gptaq and 0.5 for qep by default.
+        refine_rounds: How often, after the sweep, every group's scale and then its codes are decided again, all others
+            being known (arXiv 2309.01885); 0 for not at all.
         learn_iterations: Steps of learned rounding after a block is solved: its codes and scales are moved until its
             output comes nearest to the float model's (arXiv 2309.05516, from the method's own solution); 0 for none.
         tune_epochs: How often the samples are gone through to tune all scales of the finished model on the divergence
@@ -123,7 +129,8 @@ class QuantizeConfig:
     act_group_aware: bool | None = None
     damp_percent: float = 0.01
     grid: str = field(default=_BY_QUALITY, metadata={"choices": GRIDS})
-    alpha: float = 0.25
+    alpha: float = _BY_METHOD
+    refine_rounds: int = _BY_QUALITY
     learn_iterations: int = _BY_QUALITY
     tune_epochs: int = _BY_QUALITY
     true_sequential: bool = True
@@ -147,8 +154,8 @@ class QuantizeConfig:
             raise ConfigError(f"quality is {self.quality!r}; choose one of {', '.join(QUALITIES)}")
         for name, value in QUALITIES[self.quality].items():
             if getattr(self, name) is None:
-                if (name, self.method) == ("grid", "rtn"):
-                    value = "minmax"
+                if self.method == "rtn" and name in _WITHOUT_MOMENTS:
+                    value = _WITHOUT_MOMENTS[name]
                 elif name == "tune_epochs" and self.type is not None:  # scales of two levels cannot move freely
                     value = 0
                 object.__setattr__(self, name, value)
@@ -164,8 +171,14 @@ class QuantizeConfig:
             raise ConfigError(f"grid is {self.grid!r}; choose one of {', '.join(GRIDS)}")
         if not 0 < self.damp_percent < 1:
             raise ConfigError(f"damp_percent is {self.damp_percent}; it must lie between 0 and 1 (0.01 is usual)")
+        if self.alpha is None:
+            object.__setattr__(self, "alpha", 0.5 if self.method == "qep" else 0.25)
         if not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha is {self.alpha}; it must lie between 0 and 1 (0.25 is published)")
+        if self.refine_rounds < 0:
+            raise ConfigError(f"refine_rounds is {self.refine_rounds}; give 0 for none, or such as 2")
+        if self.refine_rounds and self.method == "rtn":
+            raise ConfigError("refine_rounds needs the Hessian, which rtn does without; leave it out, or choose gptq")
         if self.learn_iterations < 0:
             raise ConfigError(f"learn_iterations is {self.learn_iterations}; give 0 for none, or such as 40 or 200")
         if self.target_bits is not None and not 2 < self.target_bits < 9:
@@ -198,7 +211,7 @@ class QuantizeConfig:
 
     def plain_rounding(self) -> QuantizeConfig:
         """Return the same grids without search or solver: what every method is compared with."""
-        return dataclasses.replace(self, method="rtn", grid="minmax", learn_iterations=0)
+        return dataclasses.replace(self, method="rtn", grid="minmax", refine_rounds=0, learn_iterations=0)
 
     def for_module(self, name: str) -> QuantizeConfig | None:
         """Return the settings for the module called `name`, or None where it stays in floating point."""

@@ -21,12 +21,14 @@ class HessianFactor:
     Attributes:
         upper: R, (in, in), upper triangular, rows and columns in the order of the sweep.
         damp_percent: The share of the mean diagonal that was added in the end.
+        damping: What that came to.
         escalations: How often it had to be multiplied by 10.
         dead_columns: Columns whose input was always zero: their weights do not matter, and damping alone keeps them.
     """
 
     upper: Tensor
     damp_percent: float
+    damping: Tensor
     escalations: int
     dead_columns: int
 
@@ -57,13 +59,14 @@ def factorize(hessian: Tensor, permutation: Tensor, damp: float, dtype: torch.dt
     for escalations in range(MAX_ESCALATIONS + 1):
         share = damp * ESCALATION**escalations
         damped = hessian[backwards][:, backwards].to(dtype)
-        damped.diagonal().add_(share * mean)
+        damping = share * mean
+        damped.diagonal().add_(damping)
         with full_float32():
             lower, info = torch.linalg.cholesky_ex(damped)
         del damped
         if int(info) == 0:
             dead = int((diagonal == 0).sum())
-            return HessianFactor(lower.flip(0, 1).contiguous(), share, escalations, dead)
+            return HessianFactor(lower.flip(0, 1).contiguous(), share, damping, escalations, dead)
     raise SingularHessianError(
         f"the Hessian is not positive definite even with damping {share:g} of its mean diagonal; give more calibration "
         "tokens, or set float64=True"

@@ -6,6 +6,10 @@ follow the papers: R upper triangular with H = R RT, U = inv(R), E = W - Q.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
@@ -19,9 +23,12 @@ from .grid import GroupGrid, IntegerZeroPoint, Snap, fit_grid, improve_grid
 from .methods import Method, Moments, Solution
 from .order import ColumnOrder, column_order
 from .quantized import QuantizedWeight
+from .refine import refine
 from .superblock import TwoLevel
 
 _SEGMENT = 16  # columns swept one by one before the rest of the block is updated with one matrix product
+
+Correction: TypeAlias = Callable[[Tensor, Tensor, float], Tensor]  # C in the order of the sweep, R, alpha
 
 
 def solve_rtn(weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap: Snap) -> Solution:
@@ -69,12 +76,10 @@ def solve_gptq(weight: Tensor, moments: Moments | None, config: QuantizeConfig, 
         NonFiniteError: W or H holds NaN or infinity.
         SingularHessianError: H is not positive definite at the largest damping allowed.
     """
-    if moments is None:
-        raise CalibrationError("GPTQ needs calibration; give text, or use the method rtn")
-    return solve_gptaq(weight, Moments(hessian=moments.hessian, prepared=moments.prepared), config, snap)
+    alone = None if moments is None else Moments(hessian=moments.hessian, prepared=moments.prepared)
+    return _solve(weight, alone, config, snap, correction)
 
 
-@torch.no_grad()
 def solve_gptaq(weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap: Snap) -> Solution:
     """Round `weight` so that its outputs on the quantized model's inputs match those of the float model on its own.
 
@@ -83,8 +88,27 @@ def solve_gptaq(weight: Tensor, moments: Moments | None, config: QuantizeConfig,
 
     Arguments and errors are those of `solve_gptq`.
     """
+    return _solve(weight, moments, config, snap, correction)
+
+
+def solve_qep(weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap: Snap) -> Solution:
+    """Apply GPTQ to the weight whose outputs on the quantized model's inputs match those of the float model on its own.
+
+    QEP (arXiv 2504.09629): W + alpha * W C inv(Hd), the whole of what GPTAQ moves onto later columns only. Without C,
+    or where it is 0, this is GPTQ.
+
+    Arguments and errors are those of `solve_gptq`.
+    """
+    return _solve(weight, moments, config, snap, propagation)
+
+
+@torch.no_grad()
+def _solve(
+    weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap: Snap, correct: Correction
+) -> Solution:
+    """Sweep a weight and refine what came of it; `correct` says what to do about errors of earlier layers."""
     if moments is None:
-        raise CalibrationError("GPTAQ needs calibration; give text, or use the method rtn")
+        raise CalibrationError(f"{config.method} needs calibration; give text, or use the method rtn")
     dtype = torch.float64 if config.float64 else torch.float32
     target = _columns_first(weight, dtype)
     columns = target.shape[0]
@@ -95,16 +119,19 @@ def solve_gptaq(weight: Tensor, moments: Moments | None, config: QuantizeConfig,
             )
     group_size = config.group_size or columns
     span = snap.columns if isinstance(snap, TwoLevel) else group_size
-    order, factor, shift = _prepare(moments, config, group_size, span, dtype)
+    order, factor, shift = _prepare(moments, config, group_size, span, dtype, correct)
     with full_float32():
-        sweep = _Sweep(target[order.permutation], order, config, snap)
+        target = target[order.permutation]
+        if correct is propagation and shift is not None:
+            target, shift = target + shift.T @ target, None
+        sweep = _Sweep(target, order, config, snap)
         if order.static:
             sweep.fit_static_grids(moments.hessian.diagonal()[order.permutation].to(dtype))
         # A block is whole groups, unless one group spans the row.
         whole = config.block_size // span * span
         block_size = config.block_size if group_size == columns else max(whole, span)
         loss = sweep.run(factor.upper, shift, block_size)
-    return Solution(
+    solution = Solution(
         weight=sweep.quantized_weight(),
         loss=loss,
         damp_percent=factor.damp_percent,
@@ -112,23 +139,47 @@ def solve_gptaq(weight: Tensor, moments: Moments | None, config: QuantizeConfig,
         dead_columns=factor.dead_columns,
         latent=sweep.latent(),
     )
+    if not config.refine_rounds:
+        return solution
+    hessian = moments.hessian.to(dtype, copy=True)
+    hessian.diagonal().add_(factor.damping)
+    scales = None if isinstance(snap, TwoLevel) else snap  # scales that depend on one another stay
+    refined = refine(solution.weight, sweep.corrected(), hessian, scales, config.refine_rounds)
+    latent = None if solution.latent is None else refined.latent.float()
+    return dataclasses.replace(
+        solution, weight=refined.weight, loss=loss - refined.gain, loss_before=loss, latent=latent
+    )
 
 
 RTN = Method(solve=solve_rtn)
 GPTQ = Method(solve=solve_gptq, needs=frozenset({"hessian"}))
 GPTAQ = Method(solve=solve_gptaq, needs=frozenset({"hessian", "cross"}))
+QEP = Method(solve=solve_qep, needs=frozenset({"hessian", "cross"}))
 
 
 def _prepare(
-    moments: Moments, config: QuantizeConfig, group_size: int, span: int, dtype: torch.dtype
+    moments: Moments,
+    config: QuantizeConfig,
+    group_size: int,
+    span: int,
+    dtype: torch.dtype,
+    correct: Correction,
 ) -> tuple[ColumnOrder, HessianFactor, Tensor | None]:
-    """Return the order of columns, R and P, which are the same for every weight that receives the same inputs.
+    """Return the order of columns, R and the correction: the same for every weight that receives the same inputs.
 
     The columns of groups whose grids are decided together, `span` of them, are ordered like those of one group.
     """
     names = ("desc_act", "static_groups", "act_group_aware")
     orders = {name: bool(getattr(config, name)) for name in names}
-    key = (group_size, span, *orders.values(), config.damp_percent, config.alpha, dtype, moments.cross is None)
+    key = (
+        group_size,
+        span,
+        *orders.values(),
+        config.damp_percent,
+        config.alpha,
+        dtype,
+        moments.cross is not None and correct,
+    )
     if key not in moments.prepared:
         order = column_order(moments.hessian.diagonal(), span, **orders)
         if span != group_size:
@@ -138,7 +189,7 @@ def _prepare(
         if moments.cross is not None:
             with full_float32():
                 in_order = moments.cross[order.permutation][:, order.permutation].to(dtype)
-                shift = correction(in_order, factor.upper, config.alpha)
+                shift = correct(in_order, factor.upper, config.alpha)
         moments.prepared[key] = (order, factor, shift)
     found: tuple[ColumnOrder, HessianFactor, Tensor | None] = moments.prepared[key]
     return found
@@ -153,6 +204,13 @@ def correction(cross: Tensor, factor: Tensor, alpha: float) -> Tensor:
     rotated: Tensor = torch.linalg.solve_triangular(factor, cross.T, upper=True).T.triu(1)
     shift: Tensor = torch.linalg.solve_triangular(factor, rotated, upper=True, left=False)
     return shift.mul_(alpha)
+
+
+def propagation(cross: Tensor, factor: Tensor, alpha: float) -> Tensor:
+    """Return alpha * C inv(Hd), (in, in), the same without the triangle (arXiv 2504.09629)."""
+    half: Tensor = torch.linalg.solve_triangular(factor.T, cross, upper=False, left=False)
+    whole: Tensor = torch.linalg.solve_triangular(factor, half, upper=True, left=False)
+    return whole.mul_(alpha)
 
 
 def output_error(weight: Tensor, hessian: Tensor) -> float:
@@ -348,6 +406,10 @@ class _Sweep:
         self.codes[positions] = codes
         self.values[positions] = grid.decode(codes)
         return self.values[positions]
+
+    def corrected(self) -> Tensor:
+        """Return W with its correction, (rows, columns) in the model's order."""
+        return self.target[torch.argsort(self.order.permutation)].T
 
     def latent(self) -> Tensor | None:
         """Return what was rounded, (rows, columns) float32 in the model's order, where it was kept."""

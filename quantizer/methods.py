@@ -21,6 +21,7 @@ METHODS = {
     "rtn": "quantizer.gptq.RTN",
     "gptq": "quantizer.gptq.GPTQ",
     "gptaq": "quantizer.gptq.GPTAQ",
+    "qep": "quantizer.gptq.QEP",
 }
 """Every method by name, with the place of its `Method` in this package."""
 
@@ -47,8 +48,9 @@ class Solution:
 
     Attributes:
         weight: Codes, scales and offsets.
-        loss: tr(E Hd ET), E = W - Q, summed along the sweep; Hd is the damped Hessian, and for GPTAQ W includes its
-            correction. None for plain rounding.
+        loss: tr(E Hd ET), E = W - Q; Hd is the damped Hessian, and W includes the correction of GPTAQ and QEP. None
+            for plain rounding.
+        loss_before: The same before the refinement, where there was one.
         damp_percent: Share of mean(diag H) added to the diagonal in the end; None for plain rounding.
         damp_escalations: How often damping had to grow.
         dead_columns: Columns whose inputs were always zero.
@@ -57,6 +59,7 @@ class Solution:
 
     weight: QuantizedWeight
     loss: float | None = None
+    loss_before: float | None = None
     damp_percent: float | None = None
     damp_escalations: int = 0
     dead_columns: int = 0

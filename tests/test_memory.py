@@ -108,6 +108,7 @@ def measured(folder, config, *job):
     [
         ("llama", 16, 256, {}, {}),  # its height is a forward pass
         ("float32", 8, 32, {"method": "gptaq", "float64": True}, {}),  # the solver
+        ("float32", 8, 32, {"method": "qep", "float64": True, "refine_rounds": 1}, {}),  # its refinement
         ("qwen3_moe", 8, 64, {"method": "gptaq"}, {}),  # the statistics of all experts
         ("llama", 0, 64, {"method": "rtn"}, {}),
         ("llama", 16, 64, {"bits": 2, "target_bits": 4.5}, {}),

@@ -125,6 +125,7 @@ def quantization_summary(report: QuantizationReport) -> str:
     few = sorted((module for module in modules if module.prior_tokens), key=lambda module: module.tokens or 0)
     fewest = f"; filled up from their layers', the fewest {few[0].tokens} of their own" if few else ""
     left = 1 - report.quantized_weights / max(1, report.block_weights)
+    refined = [module.refined for module in modules if module.refined is not None]
     learned = [_from_to(block.error_before, block.error) for block in report.blocks]
     tuned = report.tuning and _from_to(report.tuning.divergence_before, report.tuning.divergence)
     unfit = [f"{count} ({why})" for why, count in Counter(report.left_in_float.values()).most_common(4)]
@@ -141,6 +142,7 @@ def quantization_summary(report: QuantizationReport) -> str:
         "left in floating point": f"{left:.1%} of the weights in the blocks" if left > 0 else None,
         "Linears left in floating point": "; ".join(unfit) or None,
         "left-out samples": report.excluded_samples or None,
+        "refinement left": f"{sum(refined) / len(refined):.1%} of squared errors" if refined else None,
         "learned rounding": f"errors of blocks, kept aside: {', '.join(learned)}" if learned else None,
         "tuned scales": f"divergence, kept aside: {tuned}" if tuned else None,
     }

@@ -6,6 +6,7 @@ Of one Linear, weight (n, k), s bytes per number of the solver (4, or 8 with flo
     moments      4 k^2 (1 + p) + 4 n k                  their means; W in float32
     solver       s n k + s k^2 (3 + p)                  while H is factorized, and P is made, or
                  s n k (4 + p) + s k^2 (1 + p) + n k    in the sweep: W twice, Q, E, w when rounded; R, P; codes
+                 9 s n k + s k^2 (2 + p)                while it is refined: also H; codes, Q, E, w as floats
     checkpoint   as the format says, to the byte
     learning     20 n k                                 latent, its move, the weight, two gradients
 
@@ -313,7 +314,8 @@ def _solver_bytes(target: Target, paired: bool, *, calibrated: bool) -> int:
     moments = 4 * k * k * (1 + paired) + 4 * n * k
     factor = s * n * k + s * k * k * (3 + paired)
     sweep = s * n * k * (4 + paired) + s * k * k * (1 + paired) + n * k
-    return moments + max(factor, sweep)
+    refined = 9 * s * n * k + s * k * k * (2 + paired) if target.config.refine_rounds else 0
+    return moments + max(factor, sweep, refined)
 
 
 def _learning_bytes(

@@ -25,12 +25,13 @@ class ModuleReport:
         error: ||(W - Q) X|| / ||W X|| on the calibration inputs of the quantized model; None without calibration.
         rounding_error: The same for plain rounding to min-max grids.
         worse_than_rounding: Whether `error` exceeds `rounding_error`.
+        refined: What the refinement after the sweep left of the solver's squared error, as a share; None without one.
         damp_percent: Share of mean(diag H) added to the diagonal in the end.
         damp_escalations: How often damping had to grow.
         dead_columns: Columns whose inputs were always zero.
         seconds: Time of the solver.
-        method: The method that solved it: "gptq" instead of "gptaq" where an expert's inputs have no pairs in the
-            float model.
+        method: The method that solved it: "gptq" instead of "gptaq" or "qep" where an expert's inputs have no pairs in
+            the float model.
         tokens: Calibration tokens that reached it; None without calibration.
         prior_tokens: Tokens' worth of what all experts of the layer received, that filled up its statistics: an expert
             that few tokens are routed to is not left to these alone.
@@ -51,6 +52,7 @@ class ModuleReport:
     method: str
     tokens: int | None = None
     prior_tokens: int = 0
+    refined: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

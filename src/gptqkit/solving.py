@@ -125,7 +125,10 @@ def merge(parts: Sequence[Solved | None]) -> Solved:
                 "their arithmetic differs; run all on one kind of hardware with one version of torch"
             )
     both = [first, *rest]
-    losses = [part.solution.loss for part in both if part.solution.loss is not None]
+    losses: dict[str, Any] = {}
+    for name in ("loss", "loss_before"):
+        found = [getattr(part.solution, name) for part in both]
+        losses[name] = None if None in found else math.fsum(found)
     stacked: dict[str, Any] = {
         name: torch.cat([getattr(part.solution.weight, name) for part in both]) for name in ("codes", "scale", "offset")
     }
@@ -135,7 +138,7 @@ def merge(parts: Sequence[Solved | None]) -> Solved:
         dataclasses.replace(
             first.solution,
             weight=whole,
-            loss=math.fsum(losses) if losses else None,
+            **losses,
             latent=torch.cat(latents) if latents else None,
         ),
         tuple(math.fsum(values) for values in zip(*(part.errors for part in both), strict=True)),

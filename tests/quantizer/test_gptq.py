@@ -10,7 +10,7 @@ from gptqkit.quantizer.factor import factorize
 from gptqkit.quantizer.gptq import correction, output_error
 from gptqkit.quantizer.order import column_order
 from support.reference import correlated, damped, moments, nearest_plane, textbook_gptq
-from support.solvers import solve_gptaq, solve_gptq, solve_rtn
+from support.solvers import solve_gptaq, solve_gptq, solve_qep, solve_rtn
 
 ORDERS = {
     "natural": {"act_group_aware": False},
@@ -179,6 +179,24 @@ def test_correction_rows_are_least_squares_solutions():
     assert float(found.tril().abs().max()) == 0
     inverse = torch.linalg.inv(upper)
     torch.testing.assert_close(cross @ torch.linalg.inv(hessian), cross @ inverse.T @ inverse)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_qep_is_gptq_of_the_weight_that_makes_up_for_earlier_layers(order):
+    """Of W + alpha W C inv(H), with strength 1 the least-squares solution of W* x = W x~ that is drawn towards W."""
+    weight, inputs = correlated(24, 96, 800)
+    float_inputs = inputs + 0.3 * correlated(24, 96, 800, seed=1)[1]
+    hessian, cross = moments(inputs), (float_inputs - inputs).T @ inputs / len(inputs)
+    for alpha in (0.5, 1.0):
+        settings = config(method="qep", block_size=32, alpha=alpha, **ORDERS[order])
+        found = solve_qep(weight, hessian, cross, settings).weight
+        corrected = weight + alpha * weight @ cross @ torch.linalg.inv(damped(hessian))
+        expected = solve_gptq(corrected, hessian, settings).weight
+        assert torch.equal(found.codes, expected.codes)
+        torch.testing.assert_close(found.scale, expected.scale, rtol=0, atol=0)
+    ridge = (0.01 * hessian.diagonal().mean() * len(inputs)).sqrt() * torch.eye(96, dtype=torch.float64)
+    wanted = torch.cat([float_inputs, ridge]) @ weight.T
+    torch.testing.assert_close(corrected, torch.linalg.lstsq(torch.cat([inputs, ridge]), wanted).solution.T)
 
 
 @pytest.mark.parametrize("float64", [True, False])

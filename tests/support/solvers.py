@@ -17,6 +17,10 @@ def solve_gptaq(weight, hessian, cross, config):
     return gptq.solve_gptaq(weight, Moments(hessian=hessian, cross=cross), config, snap_of(config))
 
 
+def solve_qep(weight, hessian, cross, config):
+    return gptq.solve_qep(weight, Moments(hessian=hessian, cross=cross), config, snap_of(config))
+
+
 def solve_rtn(weight, config, hessian=None):
     moments = None if hessian is None else Moments(hessian=hessian)
     return gptq.solve_rtn(weight, moments, config, snap_of(config))
