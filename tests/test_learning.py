@@ -8,13 +8,14 @@ from dataclasses import asdict
 
 import pytest
 import torch
+import transformers
 
 from gptqkit import load
 from gptqkit.calibration.samples import Samples
 from gptqkit.errors import DoesNotFitError
 from support.jobs import contents, processes
 from support.jobs import quantize as quantize_case
-from support.models import build, overflowing, samples
+from support.models import GROUPED, build, overflowing, samples
 from support.pipeline import outputs, quantize, weights
 
 SLOW_MIXTURE = pytest.param("mixtral", "gptq_v2", marks=pytest.mark.slow)
@@ -128,7 +129,7 @@ def divergence(path, model, ids):
     """KL(model || checkpoint) per token, in transformers alone."""
     loaded, _ = load(path, device="cpu")
     with torch.no_grad():
-        ours, theirs = (each(ids).logits.float().log_softmax(-1) for each in (loaded, model))
+        ours, theirs = (each(ids, use_cache=False).logits.float().log_softmax(-1) for each in (loaded, model))
     return float(torch.nn.functional.kl_div(ours, theirs, log_target=True, reduction="sum") / ids.numel())
 
 
@@ -149,6 +150,16 @@ def test_tuned_scales_predict_more_like_the_float_model(tmp_path, name, format_)
         assert torch.equal(weight.codes, after[layer].codes)
         assert torch.equal(weight.zero_point(), after[layer].zero_point())
     assert any(not torch.equal(weight.scale, after[layer].scale) for layer, weight in before.items())
+
+
+@pytest.mark.slow
+def test_a_model_whose_cache_has_no_attention_is_tuned(tmp_path):
+    mamba = {"mamba_d_state": 16, "mamba_expand": 2, "mamba_dt_rank": 16, "use_mamba_kernels": False}
+    config = transformers.JambaConfig(**GROUPED, **mamba, num_experts=1, attn_layer_offset=7)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    tuning = quantize(model, tmp_path / "out", samples(16), bits=2, method="rtn", tune_epochs=1).report.tuning
+    assert divergence(tmp_path / "out", model, samples(16).input_ids[-2:]) == pytest.approx(tuning.divergence, rel=1e-3)
 
 
 @pytest.mark.usefixtures("one_thread")
