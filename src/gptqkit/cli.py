@@ -125,8 +125,7 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("--dataset", required=True, metavar="SOURCE", help=f"text to measure on: {SOURCES}")
     compare.add_argument("--reference", metavar="MODEL", help="the float model to compare them with; it is loaded once")
     compare.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
-    drawn = "also draw size against KL divergence, or perplexity without --reference, as an image for browsers"
-    compare.add_argument("--plot", metavar="FILE.svg", type=Path, help=drawn)
+    compare.add_argument("--plot", metavar="FILE.svg", type=Path, help="draw size against divergence or perplexity")
     add_fields(compare, Evaluation)
 
     _add_readers(commands)

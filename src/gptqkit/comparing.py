@@ -105,8 +105,7 @@ def comparison_svg(comparisons: Sequence[Comparison]) -> str:
     rows = [row for row in rows if math.isfinite(row.get(measure, math.nan))]
     if not rows:
         raise ConfigError("there is nothing to draw; give what compare returns of at least one checkpoint")
-    largest = max(row["size"] for row in rows)
-    unit, unit_name = next((size, name) for size, name in _UNITS if size <= max(largest, 1))
+    unit, unit_name = next(unit for unit in _UNITS if unit[0] <= max(1, *(row["size"] for row in rows)))
     ends = [Path(row["checkpoint"]).name for row in rows]
     names = [end if end and ends.count(end) == 1 else row["checkpoint"] for end, row in zip(ends, rows, strict=True)]
     points = [(name, row["size"] / unit, row[measure]) for name, row in zip(names, rows, strict=True)]
