@@ -91,7 +91,7 @@ def block_call(
         calls.append(BlockCall(arguments, named))
         raise _Reached
 
-    with _forwards_replaced(blocks, [*before, reached]):
+    with forwards_replaced(blocks, [*before, reached]):
         try:
             model(**batch, **without_cache(model))
         except _Reached:
@@ -114,7 +114,7 @@ def head_input(
     head: nn.Module,
 ) -> Tensor:
     """Return what the output layer receives, (samples, length, width), after blocks that do what `before` says."""
-    with _forwards_replaced(blocks, before):
+    with forwards_replaced(blocks, before):
         return capture_inputs({"head": head}, lambda: model(**batch, **without_cache(model)))["head"][0]
 
 
@@ -223,7 +223,7 @@ def without_cache(model: nn.Module) -> dict[str, bool]:
 
 
 @contextmanager
-def _forwards_replaced(blocks: Iterable[nn.Module], forwards: Iterable[Forward]) -> Iterator[None]:
+def forwards_replaced(blocks: Iterable[nn.Module], forwards: Iterable[Forward]) -> Iterator[None]:
     """Let the first of `blocks` do what `forwards` say."""
     with ExitStack() as patches:
         for block, forward in zip(blocks, forwards, strict=False):

@@ -1,15 +1,21 @@
 """Learned rounding in the pipeline: blocks come nearer to the float model on samples that learning does not see."""
 
 import copy
+import json
+import weakref
+from contextlib import contextmanager
+from dataclasses import asdict
 
 import pytest
 import torch
+import transformers
 
 from gptqkit import load
 from gptqkit.calibration.samples import Samples
+from gptqkit.errors import DoesNotFitError
 from support.jobs import contents, processes
 from support.jobs import quantize as quantize_case
-from support.models import build, overflowing, samples
+from support.models import GROUPED, build, overflowing, samples
 from support.pipeline import outputs, quantize, weights
 
 SLOW_MIXTURE = pytest.param("mixtral", "gptq_v2", marks=pytest.mark.slow)
@@ -97,11 +103,33 @@ def test_several_processes_learn_together(job_models, tmp_path):
     assert torch.isfinite(outputs(load(tmp_path / "out", device="cpu")[0])).all()
 
 
+def tune(models, out, rows):
+    settings, tokens = {"method": "rtn", "tune_epochs": 8}, samples(5).input_ids[rows]
+    report = quantize_case(models, "gptq", out, settings=settings, calibration=tokens, batch_size=3).report
+    out.with_suffix(".json").write_text(json.dumps(asdict(report.tuning)))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_two_processes_tune_like_one(job_models, tmp_path):
+    """Each keeps its last sample aside, the same one; the others make one step, so there is one way to draw them."""
+    for ended in processes(tune, job_models, tmp_path / "two", [0, 1, 4, 2, 3, 4], size=2, log=tmp_path / "log"):
+        assert ended.code == 0, ended.text
+    tune(job_models, tmp_path / "one", [0, 1, 2, 3, 4])
+    tune(job_models, tmp_path / "half", [0, 1, 4])  # of what the first process has
+    said = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two", "half")}
+    scales = {name: [each.scale.flatten() for each in weights(tmp_path / name).values()] for name in said}
+    one, two, half = (torch.cat(each) for each in scales.values())
+    assert said["two"] == pytest.approx(said["one"], rel=1e-4)
+    assert float(((two / one - 1).abs() > 1e-3).float().mean()) < 0.01
+    assert float(((half / one - 1).abs() > 1e-3).float().mean()) > 0.9
+
+
 def divergence(path, model, ids):
     """KL(model || checkpoint) per token, in transformers alone."""
     loaded, _ = load(path, device="cpu")
     with torch.no_grad():
-        ours, theirs = (each(ids).logits.float().log_softmax(-1) for each in (loaded, model))
+        ours, theirs = (each(ids, use_cache=False).logits.float().log_softmax(-1) for each in (loaded, model))
     return float(torch.nn.functional.kl_div(ours, theirs, log_target=True, reduction="sum") / ids.numel())
 
 
@@ -124,6 +152,16 @@ def test_tuned_scales_predict_more_like_the_float_model(tmp_path, name, format_)
     assert any(not torch.equal(weight.scale, after[layer].scale) for layer, weight in before.items())
 
 
+@pytest.mark.slow
+def test_a_model_whose_cache_has_no_attention_is_tuned(tmp_path):
+    mamba = {"mamba_d_state": 16, "mamba_expand": 2, "mamba_dt_rank": 16, "use_mamba_kernels": False}
+    config = transformers.JambaConfig(**GROUPED, **mamba, num_experts=1, attn_layer_offset=7)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    tuning = quantize(model, tmp_path / "out", samples(16), bits=2, method="rtn", tune_epochs=1).report.tuning
+    assert divergence(tmp_path / "out", model, samples(16).input_ids[-2:]) == pytest.approx(tuning.divergence, rel=1e-3)
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_a_job_stopped_while_scales_are_tuned_ends_in_the_same_files(tmp_path):
     class Stop(Exception):
@@ -139,6 +177,47 @@ def test_a_job_stopped_while_scales_are_tuned_ends_in_the_same_files(tmp_path):
         quantize(model, tmp_path / "out", samples(16), **settings, progress=stop)
     quantize(model, tmp_path / "out", samples(16), **settings, run={"resume": True})
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@contextmanager
+def memory(limit):
+    """Yield a list of the bytes kept for backpropagation beside weights; beyond `limit` memory has run out.
+
+    What torch's checkpointing keeps for the while of one block is not seen.
+    """
+    kept, sizes = {}, [0]
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in kept and not isinstance(tensor, torch.nn.Parameter):
+            kept[key] = storage.nbytes()
+            weakref.finalize(storage, kept.pop, key, None)
+            sizes.append(sum(kept.values()))
+        if sum(kept.values()) > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return tensor.detach()  # of the tensor itself, a result would hold the graph that holds it
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield sizes
+
+
+OTHERS = ("gpt2", "gemma2", "mixtral", "deepseek_v3", "t5", "bart")
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["qwen2", *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
+def test_where_one_sample_does_not_fit_the_same_scales_come_of_less_memory(tmp_path, name, caplog):
+    model, settings = build(name), {"bits": 2, "method": "rtn", "tune_epochs": 1}
+    with memory(1 << 40) as whole:
+        quantize(model, tmp_path / "whole", samples(8), **settings, run={"batch_size": 1})
+    assert "out of memory" not in caplog.text
+    with memory(max(whole) // 4):  # of which activations of all blocks at once are the rest
+        quantize(model, tmp_path / "less", samples(8), **settings, run={"batch_size": 1})
+    assert caplog.text.count("out of memory with one sample") == 1
+    assert contents(tmp_path / "less") == contents(tmp_path / "whole")
+    with pytest.raises(DoesNotFitError, match=r"with one sample.*Tried to allocate 2 GiB"), memory(0):
+        quantize(model, tmp_path / "none", samples(8), **settings)
 
 
 @pytest.mark.parametrize("name", ["t5", pytest.param("bart", marks=pytest.mark.slow)])

@@ -112,6 +112,8 @@ def measured(folder, config, *job):
         ("qwen3_moe", 8, 64, {"method": "gptaq"}, {}),  # the statistics of all experts
         ("llama", 0, 64, {"method": "rtn"}, {}),
         ("llama", 16, 64, {"bits": 2, "target_bits": 4.5}, {}),
+        ("llama", 16, 256, {"method": "rtn", "tune_epochs": 1}, {}),
+        pytest.param("mixtral", 16, 256, {"method": "rtn", "tune_epochs": 1}, {}, marks=pytest.mark.slow),
         pytest.param("float32", 0, 64, {"method": "rtn"}, {}, marks=pytest.mark.slow),
         pytest.param("mixtral", 8, 64, {}, {}, marks=pytest.mark.slow),
         pytest.param("llama", 64, 64, {"method": "gptaq"}, {"batch_size": 2}, marks=pytest.mark.slow),

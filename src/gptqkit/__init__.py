@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .calibration.config import Calibration as Calibration
     from .comparing import Comparison as Comparison
     from .comparing import compare as compare
+    from .comparing import comparison_svg as comparison_svg
     from .display import ProgressDisplay as ProgressDisplay
     from .errors import ArchitectureError as ArchitectureError
     from .errors import BackendError as BackendError
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "api": "QuantizeResult imatrix quantize",
     "calibration.config": "Calibration",
-    "comparing": "Comparison compare",
+    "comparing": "Comparison compare comparison_svg",
     "display": "ProgressDisplay",
     "errors": "ArchitectureError BackendError CalibrationError CheckpointError ConfigError ConversionError "
     "DatasetUnavailableError DoesNotFitError GptqkitError NonFiniteError OutputExistsError RankError ResumeError "

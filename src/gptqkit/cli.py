@@ -32,7 +32,7 @@ from .display import (
     reader_advice,
     recommendation_table,
 )
-from .errors import AbandonedError, CheckpointError, GptqkitError
+from .errors import AbandonedError, CheckpointError, ConfigError, GptqkitError
 from .evaluation.config import Evaluation
 from .export.formats import FORMATS, READERS
 from .options import Parser, add_fields, add_settings, config_from_options, from_options, size
@@ -125,6 +125,7 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("--dataset", required=True, metavar="SOURCE", help=f"text to measure on: {SOURCES}")
     compare.add_argument("--reference", metavar="MODEL", help="the float model to compare them with; it is loaded once")
     compare.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
+    compare.add_argument("--plot", metavar="FILE.svg", type=Path, help="draw size against divergence or perplexity")
     add_fields(compare, Evaluation)
 
     _add_readers(commands)
@@ -318,7 +319,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    config, reference = from_options(arguments, Evaluation), arguments.reference
+    config, reference, plot = from_options(arguments, Evaluation), arguments.reference, arguments.plot
+    if plot and (plot.suffix != ".svg" or plot.is_dir() or not plot.parent.is_dir()):
+        raise ConfigError(f"--plot is {plot}; give a file that ends in .svg, in a folder that exists")
     _quieten_libraries(arguments.verbose)
     import gptqkit
 
@@ -327,13 +330,15 @@ def _compare(arguments: argparse.Namespace) -> None:
             arguments.checkpoints, arguments.dataset, config, reference=reference, progress=progress
         )
     rows = [each.to_dict() for each in found]
-    if arguments.json:
-        print(json.dumps({"dataset": arguments.dataset, "reference": reference, "checkpoints": rows}, indent=2))
-        return
-    if reference is not None:
+    if reference is not None and not arguments.json:
         size = sum(file.stat().st_size for file in Path(reference).glob("*.safetensors")) or None
         rows.insert(0, {"checkpoint": reference, "size": size, "perplexity": rows[0].get("reference_perplexity")})
-    print(comparison_table(rows))
+    answer = {"dataset": arguments.dataset, "reference": reference, "checkpoints": rows}
+    print(json.dumps(answer, indent=2) if arguments.json else comparison_table(rows))
+    if plot:
+        incomplete = plot.with_name(f".{plot.name}.gptqkit-incomplete")
+        incomplete.write_text(gptqkit.comparison_svg(found), encoding="utf-8")
+        incomplete.replace(plot)
 
 
 def _report(arguments: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,14 @@ from .evaluation.config import Evaluation
 from .evaluation.embeddings import EmbeddingScores
 from .export.inspect import inspect
 from .export.shards import read_json
+from .figures import scatter
 from .hub import fetch
 from .loading import load_float
 from .progress import ProgressCallback, silent
 from .settings import settings_of
 
 _SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "n_embd", "n_layer")
+_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +89,28 @@ def compare(
         )
         for name, path, summary in zip(checkpoints, paths, summaries, strict=True)
     ]
+
+
+def comparison_svg(comparisons: Sequence[Comparison]) -> str:
+    """Return a picture, SVG, of what `compare` found: size against KL divergence, or perplexity without a reference.
+
+    Of encoders it is the mean cosine similarity. An axis is logarithmic where values differ tenfold.
+
+    Raises:
+        ConfigError: There is nothing to draw.
+    """
+    rows = [each.to_dict() for each in comparisons]
+    measures = ("kl_divergence", "perplexity", "cosine")
+    measure = next((key for key in measures if all(row.get(key) is not None for row in rows)), "")
+    rows = [row for row in rows if math.isfinite(row.get(measure, math.nan))]
+    if not rows:
+        raise ConfigError("there is nothing to draw; give what compare returns of at least one checkpoint")
+    unit, unit_name = next(unit for unit in _UNITS if unit[0] <= max(1, *(row["size"] for row in rows)))
+    ends = [Path(row["checkpoint"]).name for row in rows]
+    names = [end if end and ends.count(end) == 1 else row["checkpoint"] for end, row in zip(ends, rows, strict=True)]
+    points = [(name, row["size"] / unit, row[measure]) for name, row in zip(names, rows, strict=True)]
+    up = {"kl_divergence": "KL divergence, nats per token", "cosine": "cosine similarity"}.get(measure, measure)
+    return scatter(points, f"bytes of all tensors, {unit_name}", up)
 
 
 def _named(checkpoint: Path | str, progress: ProgressCallback) -> ProgressCallback:

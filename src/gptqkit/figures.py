@@ -1,12 +1,25 @@
-"""Markup that text cannot break out of, and pictures over the blocks of a model as SVG: a heat map and lines."""
+"""Markup that text cannot break out of, and pictures as SVG: a heat map and lines over blocks, named points."""
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from .heatmap import Cell, HeatMap, label_every
+from .heatmap import GAIN, LOSS, Cell, HeatMap, label_every
+
+PALETTE = f"""
+:root {{ color-scheme: light dark; --back: #fff; --ink: #1b1f24; --faint: #59636e; --rule: #d5dae0;
+  --gain: rgb{GAIN}; --loss: rgb{LOSS} }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --back: #14171b; --ink: #e6e9ed; --faint: #9aa4af; --rule: #3a424b; --gain: #58a6ff; --loss: #ff9d45 }} }}"""
+_ALONE = """
+svg { font: 12px system-ui, sans-serif; background: var(--back) }
+text { fill: var(--ink); paint-order: stroke; stroke: var(--back); stroke-width: 3px }
+path { stroke: var(--rule) }
+circle { fill: var(--gain) }
+"""
+_SIDES = (("start", 9, 4), ("end", -9, 4), ("middle", 0, -10), ("middle", 0, 19), ("start", 9, -11), ("start", 9, 19))
 
 
 class Html(str):
@@ -60,8 +73,7 @@ def line_chart(
 ) -> Html:
     """Return lines over the blocks, from 0 up; columns as in a heat map, and `log` for values of all sizes."""
     top = max(*map(max, lines), 1e-6)
-    step = 10.0 ** math.floor(math.log10(top))
-    step *= 0.5 if top < 2.5 * step else 1 if top < 5 * step else 2
+    step = _step(top)
     ticks = (
         [0, *(10**n for n in range(1, 15) if 10**n <= top)] if log else [n * step for n in range(int(top / step) + 1)]
     )
@@ -90,13 +102,73 @@ def line_legend(names: Sequence[str]) -> Html:
     return tag("p", *(tag("span", line, name, class_="key") for line, name in zip(lines, names, strict=True)))
 
 
+def scatter(points: Sequence[tuple[str, float, float]], across: str, up: str) -> str:
+    """Return points, each with a name, x and y, as an SVG that stands alone; `across` and `up` name the axes."""
+    left, right, top, bottom = 80, 700, 36, 400
+    names, xs, ys = zip(*points, strict=True)
+    x, columns = _axis(xs, left, right)
+    y, rows = _axis(ys, bottom, top)
+    parts = [tag("style", Html(PALETTE + _ALONE))]
+    for tick in columns:
+        parts.append(tag("path", d=f"M{x(tick):.1f} {top}V{bottom}"))
+        parts.append(tag("text", f"{tick:.10g}", x=f"{x(tick):.1f}", y=bottom + 18, text_anchor="middle"))
+    for tick in rows:
+        parts.append(tag("path", d=f"M{left} {y(tick):.1f}H{right}"))
+        parts.append(tag("text", f"{tick:.10g}", x=left - 8, y=f"{y(tick):.1f}", dy=4, text_anchor="end"))
+    parts += [tag("text", across, x=right, y=bottom + 38, text_anchor="end"), tag("text", up, x=left, y=top - 14)]
+    places = list(zip(map(x, xs), map(y, ys), strict=True))
+    taken = [(0, 0, left, bottom), (right, 0, math.inf, bottom), *((x - 6, y - 6, x + 6, y + 6) for x, y in places)]
+    for name, (column, row) in zip(names, places, strict=True):
+        text = "".join(each if each.isprintable() else "\ufffd" for each in name)  # XML has no others
+        parts.append(tag("circle", tag("title", text), cx=f"{column:.1f}", cy=f"{row:.1f}", r=5))
+        parts.append(_label(shorten(text), column, row, taken))
+    return _svg(720, 450, parts, f"{up} against {across}", xmlns="http://www.w3.org/2000/svg") + "\n"
+
+
+def _axis(values: Sequence[float], start: float, stop: float) -> tuple[Callable[[float], float], list[float]]:
+    """Return where values stand on an axis, which is logarithmic if they differ tenfold, and a few round ones."""
+    log = 0 < 10 * min(values) < max(values)
+    scale: Callable[[float], float] = math.log10 if log else float
+    low, high = scale(min(values)), scale(max(values))
+    room = 0.08 * (high - low) or 0.1 * abs(low) or 1.0
+    low, high = low - room, high + room
+    if log:
+        digits, decades = (1, 2, 5) if high - low < 2.5 else (1,), range(math.floor(low), math.ceil(high))
+        ticks = [digit * 10.0**decade for decade in decades for digit in digits]
+    else:
+        step = _step((high - low) / 1.6)
+        ticks = [number * step for number in range(math.floor(low / step), math.ceil(high / step))]
+    inside = [tick for tick in ticks if low <= scale(tick) <= high]
+    return lambda value: start + (stop - start) * (scale(value) - low) / (high - low), inside
+
+
+def _step(span: float) -> float:
+    """Return a round number that goes two to five times into a span."""
+    step: float = 10.0 ** math.floor(math.log10(span))
+    return step * (0.5 if span < 2.5 * step else 1 if span < 5 * step else 2)
+
+
+def _label(name: str, x: float, y: float, taken: list[tuple[float, float, float, float]]) -> Html:
+    """Return a name on the side of its point where it meets least of the boxes `taken`, to which it is added."""
+    width, sides = 7 * len(name), []
+    for anchor, across, down in _SIDES:
+        start = x + across - width * ("start", "middle", "end").index(anchor) / 2
+        box = start, y + down - 11, start + width, y + down + 3
+        met = sum(box[0] < x2 and x1 < box[2] and box[1] < y2 and y1 < box[3] for x1, y1, x2, y2 in taken)
+        text = tag("text", name, x=f"{x + across:.1f}", y=f"{y + down:.1f}", text_anchor=anchor)
+        sides.append((met, box, text))
+    _, box, text = min(sides, key=lambda side: side[0])
+    taken.append(box)
+    return text
+
+
 def _box(cell: Cell, x: float, y: float, width: float, *parts: Html) -> Html:
     place = {"x": f"{x:.1f}", "y": f"{y:.1f}", "width": f"{width:.1f}", "height": 22}
     colour = {"class": "gain" if cell.ratio < 1 else "loss", "fill_opacity": f"{cell.strength:.2f}"}
     return tag("rect", *parts, **place, **colour)
 
 
-def _svg(width: float, height: float, parts: Sequence[Html], label: str = "") -> Html:
+def _svg(width: float, height: float, parts: Sequence[Html], label: str = "", **more: str) -> Html:
     """Return a picture that shrinks on narrow screens, by a quarter at most: beyond that one scrolls."""
     size = {"viewBox": f"0 0 {width:.1f} {height:.1f}", "width": f"{width:.1f}", "height": f"{height:.1f}"}
-    return tag("svg", *parts, **size, style=f"min-width: {0.75 * width:.1f}px", role="img", aria_label=label)
+    return tag("svg", *parts, **size, style=f"min-width: {0.75 * width:.1f}px", role="img", aria_label=label, **more)

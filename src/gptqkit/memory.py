@@ -327,13 +327,16 @@ def _learning_bytes(
 ) -> int:
     """Return what learned rounding takes beside a block, or what tuning the scales takes, if that is more.
 
-    Backpropagation keeps about ten tensors as wide as a block is at its widest, of each sample and block.
+    Backpropagation keeps about six tensors as wide as a block is at its widest, of each sample and block, and of logits
+    five; tuning also stretched weights and, where these are narrower, their float32 originals. Where memory runs out,
+    tuning goes on with less and takes longer: this is what it takes where there is room.
     """
-    samples, length = shape
-    kept = 10 * max(sum(target.shape) for part in parts for target in part) * dtype.itemsize * length
-    logits = 4 * 4 * length * model.config.get_text_config().vocab_size
-    learning = 20 * max(sum(map(_weights, part)) for part in parts) + kept * min(8, samples)
-    tuning = 2 * _bytes(model, dtype) + (kept * len(parts) + logits) * min(4, samples)
+    (samples, length), (*blocks, _) = shape, parts
+    kept = [6 * max((sum(target.shape) for target in part), default=0) * dtype.itemsize * length for part in blocks]
+    logits = 5 * 4 * length * model.config.get_text_config().vocab_size
+    learning = 20 * max(sum(map(_weights, part)) for part in blocks) + max(kept) * min(8, samples)
+    stretched = (dtype.itemsize + 4 * (dtype.itemsize < 4)) * sum(_weights(target) for part in parts for target in part)
+    tuning = 2 * _bytes(model, dtype) + stretched + (sum(kept) + logits) * min(4, samples)
     return int(max(learning * (config.learn_iterations > 0), tuning * (config.tune_epochs > 0)))
 
 

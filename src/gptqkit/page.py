@@ -12,8 +12,8 @@ from typing import Any
 from .errors import CheckpointError
 from .export.checkpoint import REPORT
 from .export.shards import read_json, some
-from .figures import Html, heat_legend, heat_map, line_chart, line_legend, shorten, tag
-from .heatmap import GAIN, LOSS, MOST_BLOCKS, HeatMap, Module
+from .figures import PALETTE, Html, heat_legend, heat_map, line_chart, line_legend, shorten, tag
+from .heatmap import MOST_BLOCKS, HeatMap, Module
 
 _WORST = 10
 _LOADING = """\
@@ -22,11 +22,7 @@ import gptqkit
 model, tokenizer = gptqkit.load("path/to/this/directory")
 """
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_STYLE = f"""
-:root {{ color-scheme: light dark; --back: #fff; --ink: #1b1f24; --faint: #59636e; --rule: #d5dae0;
-  --gain: rgb{GAIN}; --loss: rgb{LOSS} }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --back: #14171b; --ink: #e6e9ed; --faint: #9aa4af; --rule: #3a424b; --gain: #58a6ff; --loss: #ff9d45 }} }}
+_STYLE = f"""{PALETTE}
 body {{ margin: 0 auto; max-width: 70rem; padding: 1rem; background: var(--back); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere }}
 h1 {{ font-size: 1.6rem; line-height: 1.25; margin: .5rem 0 }}

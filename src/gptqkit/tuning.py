@@ -7,20 +7,22 @@ as the teacher: scale and offset of a group are multiplied by exp(u), and u is l
 from __future__ import annotations
 
 import copy
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .assembly import replace_weights
-from .calibration.batches import Batches, in_pieces, pieces, shuffled
-from .calibration.capture import without_cache
+from .calibration.batches import Batches, in_pieces, out_of_memory, pieces, shuffled
+from .calibration.capture import forwards_replaced, without_cache
 from .distributed import Processes
 from .errors import CheckpointError
 from .export.checkpoint import open_checkpoint
@@ -30,8 +32,10 @@ from .model import FloatModel
 from .progress import Progress, ProgressCallback
 from .quantizer.learned import stretched
 from .report import TuningReport
-from .targets import matrix
+from .targets import find_blocks, matrix
 from .verify import TOLERANCE
+
+_LOG = logging.getLogger("gptqkit")
 
 BATCH = 4  # samples per step, of all processes
 RATE, WARM_UP, BETAS = 0.01, 8, (0.9, 0.95)
@@ -64,7 +68,9 @@ def tune(
     Some samples are kept aside: after each epoch the divergence on those tells whether these scales are the
     best so far; where none are better than those that were there, nothing is written. What is written is loaded and
     run.
-    Both models are in memory as a whole, with their activations for backpropagation.
+    Both models are in memory as a whole, with the activations of a step for backpropagation: where these do not fit,
+    of a sample, or at last of one block, at the price of another forward pass. Every process goes through its own
+    samples; gradients are added up, as DistributedDataParallel does but for its mean, which Adam does not see.
 
     Args:
         directory: The checkpoint, which all processes see.
@@ -81,6 +87,7 @@ def tune(
     checkpoint, device = open_checkpoint(directory), processes.device
     teacher = source.whole(device, dtype).requires_grad_(False).eval()
     student = copy.deepcopy(teacher)
+    blocks = [block for stack in find_blocks(student) for block in stack.values()]
     names = StoredNames(source.empty.stacked, source.empty.names, checkpoint.float_names)
     modules = {}
     stretches: dict[str, nn.Parameter] = {}
@@ -91,7 +98,7 @@ def tune(
         stretches[name] = nn.Parameter(torch.zeros_like(weight.scale))
         own = _Stretched(stretches[name], weight.group_index.long(), isinstance(modules[name], Conv1D))
         parametrize.register_parametrization(modules[name], "weight", own)
-    run = _Run(student, teacher, list(stretches.values()), batches, processes)
+    run = _Run(student, teacher, blocks, list(stretches.values()), batches, processes)
     best, before = _copies(stretches), run.score()
     after = before
     for epoch in range(epochs):
@@ -120,11 +127,13 @@ class _Run:
         self,
         student: PreTrainedModel,
         teacher: PreTrainedModel,
+        blocks: Sequence[nn.Module],
         parameters: list[nn.Parameter],
         batches: Batches,
         processes: Processes,
     ) -> None:
-        self._student, self._teacher, self._parameters = student, teacher, parameters
+        self._student, self._teacher, self._blocks, self._parameters = student, teacher, blocks, parameters
+        self._recomputes = False
         self._batches, self._processes = batches, processes
         self._samples, self._aside = batches.split()
         self._size = -(-BATCH // processes.size)
@@ -138,8 +147,7 @@ class _Run:
         draws = shuffled(self._samples, self._size, generator)
         for step in range(number * self._steps, (number + 1) * self._steps):
             batch = next(draws, range(0))
-            found, self._piece = in_pieces(partial(self._backward, batch), self._piece)
-            for parameter, gradient in zip(self._parameters, found, strict=True):
+            for parameter, gradient in zip(self._parameters, self._gradients(batch), strict=True):
                 self._processes.add_up(gradient)
                 parameter.grad = gradient
             rate = 0.5 * RATE * (1 + math.cos(math.pi * step / total)) * min(1.0, (step + 1) / WARM_UP)
@@ -152,14 +160,33 @@ class _Run:
     @torch.no_grad()
     def score(self) -> float:
         """Return the divergence per token on the samples kept aside."""
-        found = [self._divergence(part) for part in pieces(self._aside, self._piece)]
+        found, self._piece = in_pieces(
+            lambda size: [self._divergence(part) for part in pieces(self._aside, size)], self._piece
+        )
         own = [sum(float(each) for each in column) for column in zip(*found, strict=True)] or [0.0, 0.0]
         divergence, tokens = (sum(column) for column in zip(*self._processes.gather(own), strict=True))
         return float(divergence) / max(float(tokens), 1.0)
 
+    def _gradients(self, batch: range) -> list[Tensor]:
+        """Return the gradients of some samples, with as much at once as memory holds."""
+        try:
+            found, self._piece = in_pieces(partial(self._backward, batch), self._piece)
+            return found
+        except RuntimeError as error:
+            if self._recomputes or not out_of_memory(error):
+                raise
+        _LOG.warning("out of memory with one sample; going on, slower, with the activations of one block at a time")
+        self._recomputes, self._piece = True, 1
+        return self._backward(batch, 1)
+
     def _backward(self, batch: range, size: int) -> list[Tensor]:
         sums = [torch.zeros_like(parameter) for parameter in self._parameters]
-        with torch.enable_grad():
+        forwards = [
+            partial(recomputed, block.forward, use_reentrant=False, preserve_rng_state=False)
+            for block in self._blocks
+            if self._recomputes
+        ]
+        with torch.enable_grad(), forwards_replaced(self._blocks, forwards):
             for part in pieces(batch, size):
                 divergence, _ = self._divergence(part)
                 found = torch.autograd.grad(divergence, self._parameters, allow_unused=True)
@@ -193,7 +220,7 @@ def _check(
 ) -> None:
     """Load what was written, and compare its logits with those of the model in memory."""
     written, _ = load(directory, device=device, dtype=dtype, backend="torch" if device.type == "cpu" else "auto")
-    found, expected = (model(**sample).logits.float() for model in (written, student))
+    found, expected = (model(**sample, **without_cache(model)).logits.float() for model in (written, student))
     if not float((found - expected).norm()) <= TOLERANCE[dtype] * float(expected.norm()):
         raise CheckpointError(
             f"{directory} computes something else than the model whose scales were tuned; use tune_epochs=0, and "
