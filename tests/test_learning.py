@@ -87,7 +87,7 @@ def test_learning_needs_little_memory_at_once(tmp_path, monkeypatch):
     forward = type(model.model.layers[0]).forward
 
     def too_large(self, hidden_states, *arguments, **named):
-        if torch.is_grad_enabled() and len(hidden_states) > 2:
+        if torch.is_grad_enabled() and len(hidden_states) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
         return forward(self, hidden_states, *arguments, **named)
 

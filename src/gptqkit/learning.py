@@ -20,7 +20,7 @@ from .quantizer.methods import Solution
 from .streams import Streams
 from .targets import matrix
 
-BATCH = 8  # samples per step, of all processes
+BATCH = 2  # samples per step, of all processes
 
 
 def learn_block(

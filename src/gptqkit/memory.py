@@ -334,7 +334,7 @@ def _learning_bytes(
     (samples, length), (*blocks, _) = shape, parts
     kept = [6 * max((sum(target.shape) for target in part), default=0) * dtype.itemsize * length for part in blocks]
     logits = 5 * 4 * length * model.config.get_text_config().vocab_size
-    learning = 20 * max(sum(map(_weights, part)) for part in blocks) + max(kept) * min(8, samples)
+    learning = 20 * max(sum(map(_weights, part)) for part in blocks) + max(kept) * min(2, samples)
     stretched = (dtype.itemsize + 4 * (dtype.itemsize < 4)) * sum(_weights(target) for part in parts for target in part)
     tuning = 2 * _bytes(model, dtype) + stretched + (sum(kept) + logits) * min(4, samples)
     return int(max(learning * (config.learn_iterations > 0), tuning * (config.tune_epochs > 0)))

@@ -22,7 +22,7 @@ ORDERS = {
 
 
 def config(**changes):
-    return QuantizeConfig(**{"bits": 3, "group_size": 16, "sym": False, "float64": True, **changes})
+    return QuantizeConfig(**{"bits": 3, "group_size": 16, "sym": False, "float64": True, "refine_rounds": 0, **changes})
 
 
 def problem(rows, columns, tokens):
