@@ -41,7 +41,7 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 OURS: dict[str, dict[str, Any]] = {
     "gptqkit, fast": {"quality": "fast"},
-    "gptqkit, gptaq": {"method": "gptaq"},
+    "gptqkit, qep, sim": {"method": "qep", "grid": "sim"},
     "gptqkit, balanced": {"quality": "balanced"},
     "gptqkit, best": {"quality": "best"},
 }

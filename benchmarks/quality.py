@@ -3,8 +3,9 @@
     python benchmarks/quality.py [--dataset NAME=FILE ...] [--windows N] [--json FILE]
 
 Every row is the real thing from end to end: quantize, write a gptq_v2 checkpoint, reload it, run its quantized layers.
-{rtn, gptq, gptaq} x {4, 3, 2 bits} x {sym, asym} x {plain, act_group_aware, desc_act, desc_act + static_groups};
-rounding has no order of columns. Rows that the JSON file already holds for the same settings are not run again.
+{rtn, gptq, gptaq} x {4, 3, 2 bits} x {sym, asym} x {plain, act_group_aware, desc_act, desc_act + static_groups}, the
+sweeps as they are; and gptq and qep refined, in the default order. Rounding has no order of columns. Rows that the JSON
+file already holds for the same settings are not run again.
 """
 
 from __future__ import annotations
@@ -31,14 +32,24 @@ ORDERS: dict[str, dict[str, bool]] = {
     "desc_act": {"desc_act": True},
     "desc_act + static": {"desc_act": True, "static_groups": True},
 }
+METHODS: dict[str, dict[str, Any]] = {
+    "rtn": {"method": "rtn"},
+    "gptq": {"method": "gptq", "refine_rounds": 0},
+    "gptaq": {"method": "gptaq", "refine_rounds": 0},
+    "gptq + refined": {"method": "gptq"},
+    "qep + refined": {"method": "qep"},
+}
+KINDS = [
+    ("rtn", "plain"),
+    *itertools.product(("gptq", "gptaq"), ORDERS),
+    *itertools.product(("gptq + refined", "qep + refined"), ("act_group_aware",)),
+]
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """Every combination, as settings of a QuantizeConfig with the name of the order."""
-    for bits, sym in itertools.product((4, 3, 2), (False, True)):
-        yield {"method": "rtn", "bits": bits, "sym": sym, "order": "plain"}
-        for method, order in itertools.product(("gptq", "gptaq"), ORDERS):
-            yield {"method": method, "bits": bits, "sym": sym, "order": order}
+    """Every combination of method, bits, grid and order."""
+    for bits, sym, (method, order) in itertools.product((4, 3, 2), (False, True), KINDS):
+        yield {"method": method, "bits": bits, "sym": sym, "order": order}
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -50,7 +61,7 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     by_key = {(row["method"], row["sym"], row["order"], row["bits"]): row for row in report["rows"]}
     for sym in (False, True):
-        for method, order in [("rtn", "plain"), *itertools.product(("gptq", "gptaq"), ORDERS)]:
+        for method, order in KINDS:
             cells = []
             for bits in (4, 3, 2):
                 row = by_key.get((method, sym, order, bits))
@@ -120,7 +131,7 @@ def main() -> None:
         if (row["method"], row["bits"], row["sym"], row["order"]) in done:
             continue
         config = gptqkit.QuantizeConfig(
-            method=row["method"],
+            **METHODS[row["method"]],
             bits=row["bits"],
             sym=row["sym"],
             group_size=arguments.group_size,

@@ -1,4 +1,4 @@
-"""What each step beyond GPTAQ buys: divergence, perplexity and time, alone and together.
+"""What each step beyond GPTQ buys: divergence, perplexity and time, alone and together.
 
     python benchmarks/steps.py [--difficult] [--bits N ...] [--seeds N ...] [--only NAME ...] [--json FILE]
 
@@ -28,17 +28,19 @@ from gptqkit.loading import load_float
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 STEPS: dict[str, dict[str, Any]] = {
+    "gptq": {"refine_rounds": 0},
     "fast": {"quality": "fast"},
-    "gptaq": {"method": "gptaq"},
-    "gptaq + sim": {"method": "gptaq", "grid": "sim"},
-    "gptaq + 40 steps": {"method": "gptaq", "learn_iterations": 40},
-    "gptaq + 150 steps": {"method": "gptaq", "learn_iterations": 150},
-    "gptaq + sim + tuned": {"method": "gptaq", "grid": "sim", "tune_epochs": 4},
+    "gptaq": {"method": "gptaq", "refine_rounds": 0},
+    "gptaq + refined": {"method": "gptaq"},
+    "qep": {"method": "qep", "refine_rounds": 0},
+    "qep + sim": {"method": "qep", "grid": "sim", "refine_rounds": 0},
+    "qep + sim + refined": {"method": "qep", "grid": "sim"},
     "balanced": {"quality": "balanced"},
+    "qep + sim + refined + tuned": {"method": "qep", "grid": "sim", "tune_epochs": 4},
     "best": {"quality": "best"},
-    "gptaq + rotated": {"method": "gptaq", "rotated": True},
-    "groups of 64": {"method": "gptaq", "grid": "sim", "group_size": 64},
-    "3.3 bits on average": {"method": "gptaq", "grid": "sim", "target_bits": 3.3},
+    "qep + sim + refined + rotated": {"method": "qep", "grid": "sim", "rotated": True},
+    "groups of 64": {"method": "qep", "grid": "sim", "group_size": 64},
+    "3.3 bits on average": {"method": "qep", "grid": "sim", "target_bits": 3.3},
 }
 BASE = "gptaq"
 TEXTS = {"wikitext2": EXAMPLES / "data/wikitext2-test.txt", "books": EXAMPLES / "data/heldout.txt"}
@@ -73,26 +75,36 @@ def make_difficult(path: str, out: Path, *, factor: float = 30.0, count: int = 4
     AutoTokenizer.from_pretrained(path).save_pretrained(out)
 
 
+def mean(rows: list[dict[str, Any]], text: str, key: str) -> float:
+    """The mean over rows of one score."""
+    return statistics.mean(row["scores"][text][key] for row in rows)
+
+
+def spread(rows: list[dict[str, Any]], text: str, key: str, digits: int) -> str:
+    """The same with the largest distance from it."""
+    middle = mean(rows, text, key)
+    apart = max(abs(row["scores"][text][key] - middle) for row in rows)
+    return f"{middle:.{digits}f}" + (f" ± {apart:.{digits}f}" if len(rows) > 1 else "")
+
+
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """One line per width and step: means over seeds, and the divergence beside that of `BASE`."""
-    lines = ["| bits | step | KL | of gptaq's | perplexity | seconds |", "|---|---|---|---|---|---|"]
+    """One line per width and step: means over seeds with their largest distance from it, and KL beside `BASE`'s."""
+    lines = ["| bits | step | seeds | KL | of gptaq's | perplexity | seconds |", "|---|---|---|---|---|---|---|"]
     for bits, step in itertools.product(sorted({row["bits"] for row in rows}, reverse=True), STEPS):
         own = [row for row in rows if (row["bits"], row["step"]) == (bits, step)]
-        base = [row for row in rows if (row["bits"], row["step"]) == (bits, BASE)]
+        seeds = {row["seed"] for row in own}
+        base = [row for row in rows if (row["bits"], row["step"]) == (bits, BASE) and row["seed"] in seeds]
         if not own:
             continue
         texts = list(own[0]["scores"])
 
-        def mean(of: list[dict[str, Any]], text: str, key: str) -> float:
-            return statistics.mean(row["scores"][text][key] for row in of)
-
-        divergence = " / ".join(f"{mean(own, text, 'kl_divergence'):.4f}" for text in texts)
+        divergence = " / ".join(spread(own, text, "kl_divergence", 4) for text in texts)
         kept = ((mean(own, text, "kl_divergence"), mean(base, text, "kl_divergence")) for text in texts if base)
         share = " / ".join(f"{100 * mine / its:.0f} %" for mine, its in kept)
-        perplexity = " / ".join(f"{mean(own, text, 'perplexity'):.2f}" for text in texts)
+        perplexity = " / ".join(spread(own, text, "perplexity", 2) for text in texts)
         times = [row["seconds"] for row in own if row["seconds"] is not None]
         seconds = f"{statistics.mean(times):.0f}" if times else ""
-        lines.append(f"| {bits} | {step} | {divergence} | {share} | {perplexity} | {seconds} |")
+        lines.append(f"| {bits} | {step} | {len(own)} | {divergence} | {share} | {perplexity} | {seconds} |")
     return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ GRIDS = ("minmax", "mse", "sim")
 QUALITIES: Mapping[str, Mapping[str, Any]] = {
     "fast": {"method": "gptq", "grid": "mse", "refine_rounds": 2, "learn_iterations": 0, "tune_epochs": 0},
     "balanced": {"method": "qep", "grid": "sim", "refine_rounds": 2, "learn_iterations": 40, "tune_epochs": 0},
-    "best": {"method": "qep", "grid": "sim", "refine_rounds": 2, "learn_iterations": 150, "tune_epochs": 4},
+    "best": {"method": "qep", "grid": "sim", "refine_rounds": 2, "learn_iterations": 200, "tune_epochs": 4},
 }
 """What a quality stands for, where a setting is not given by itself."""
 
@@ -71,7 +71,7 @@ class QuantizeConfig:
         target_size: Instead of that, the most that all tensors of the checkpoint may take, such as 4GB.
         sym: Symmetric or asymmetric grids: the zero point is fixed at 2^(bits-1), or chosen for every group.
         quality: "fast" solves every layer with gptq and refines it; "balanced" takes qep, simulated grids, and 40 steps
-            of learned rounding per block; "best" 150 steps, and it tunes the scales of the whole model. Each sets
+            of learned rounding per block; "best" 200 steps, and it tunes the scales of the whole model. Each sets
             `method`, `grid`, `refine_rounds`, `learn_iterations` and `tune_epochs`, where these are not given.
         method: "rtn" rounds to nearest; "gptq" moves each column's error onto later columns (arXiv 2210.17323);
             "gptaq" also corrects for the errors of earlier layers (arXiv 2504.02692), column by column; "qep" does that
