@@ -126,7 +126,7 @@ def main() -> None:
             for by, matrix in (("llama.cpp", None), ("llama.cpp, importance matrix", str(imatrix))):
                 files[kind, by] = work / f"{kind}-{len(by)}.gguf"
                 jobs.append((str(whole), str(files[kind, by]), kind, matrix))
-            for method in ("gptq", "gptaq"):
+            for method in ("gptq", "qep"):
                 out = work / f"{kind}-{method}"
                 gptqkit.quantize(MODEL, calibration, out, {"type": kind, "method": method})
                 files[kind, method] = out / "model.gguf"

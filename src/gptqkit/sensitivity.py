@@ -160,7 +160,7 @@ def _measured(
                 for target in one.targets:
                     weight = matrix(block.get_submodule(target.inner)).detach().float()
                     for bits in widths:
-                        settings = dataclasses.replace(target.config, bits=bits, learn_iterations=0)
+                        settings = dataclasses.replace(target.config, bits=bits, refine_rounds=0, learn_iterations=0)
                         solution = solve_gptq(weight, moments, settings, layout.snap)
                         lost[bits] += solution.loss or 0.0
                         if bits == probe:
