@@ -4,9 +4,9 @@
 
 Parts: statistics (H from tokens), factorisation, sweep (grids, codes, error propagation), refinement (two rounds),
 packing. Floors, in brackets and from the same process: the product x xT; a product with the Cholesky factorisation's
-n^3 / 3 operations; the two products per block that bring a block up to date; two products H E. Times are the best of the repeats, in seconds. Beside the statistics
-stand those of full products summed in float64, 1024 rows at a time; where the sweep ran on our kernel, also the same
-sweep in torch.
+n^3 / 3 operations; the two products per block that bring a block up to date; two products H E. Times are the best of
+the repeats, in seconds. Beside the statistics stand those of full products summed in float64, 1024 rows at a time;
+where the sweep ran on our kernel, also the same sweep in torch.
 """
 
 from __future__ import annotations
