@@ -125,7 +125,7 @@ def test_quality_is_as_it_was_measured(example_model, root):
     scores = {
         (row["bits"], row["sym"]): row["scores"]["wikitext2"]
         for row in results["quality"]["rows"]
-        if (row["method"], row["order"]) == ("gptq", "act_group_aware")
+        if (row["method"], row["order"]) == ("gptq + refined", "act_group_aware")
     }
     shown = {
         (each.bits, each.sym): each
