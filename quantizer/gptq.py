@@ -1,4 +1,4 @@
-"""Plain rounding, GPTQ and GPTAQ: a weight and the moments of its inputs -> integer codes, scales and offsets.
+"""Plain rounding, GPTQ, GPTAQ and QEP: a weight and the moments of its inputs -> integer codes, scales and offsets.
 
 Weights are swept column by column, all rows at once, so everything inside is held columns first: (in, out). Names
 follow the papers: R upper triangular with H = R RT, U = inv(R), E = W - Q.
@@ -66,7 +66,7 @@ def solve_gptq(weight: Tensor, moments: Moments | None, config: QuantizeConfig, 
     Args:
         weight: W, (out, in), any float dtype; not modified.
         moments: H; C is not looked at.
-        config: The grid, the order of columns and the damping.
+        config: The grid, the order of columns, the damping, and how often what was solved is refined.
         snap: What the file can hold.
 
     Raises:
