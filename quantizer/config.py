@@ -175,12 +175,11 @@ class QuantizeConfig:
             object.__setattr__(self, "alpha", 0.5 if self.method == "qep" else 0.25)
         if not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha is {self.alpha}; it must lie between 0 and 1 (0.25 is published)")
-        if self.refine_rounds < 0:
-            raise ConfigError(f"refine_rounds is {self.refine_rounds}; give 0 for none, or such as 2")
+        for name, usual in {"refine_rounds": 2, "learn_iterations": 40, "tune_epochs": 4}.items():
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; give 0 for none, or such as {usual}")
         if self.refine_rounds and self.method == "rtn":
             raise ConfigError("refine_rounds needs the Hessian, which rtn does without; leave it out, or choose gptq")
-        if self.learn_iterations < 0:
-            raise ConfigError(f"learn_iterations is {self.learn_iterations}; give 0 for none, or such as 40 or 200")
         if self.target_bits is not None and not 2 < self.target_bits < 9:
             raise ConfigError(f"target_bits is {self.target_bits}; give an average between 2 and 9, such as 3.25")
         choices = [name for name in ("target_bits", "target_size") if getattr(self, name) is not None]
@@ -188,8 +187,6 @@ class QuantizeConfig:
             raise ConfigError(f"{choices[0]} and gguf's types both choose bits; leave one out")
         if len(choices) > 1:
             raise ConfigError("target_bits and target_size both choose bits; leave one out")
-        if self.tune_epochs < 0:
-            raise ConfigError(f"tune_epochs is {self.tune_epochs}; give 0 for none, or such as 2")
         if self.tune_epochs and self.type is not None:
             raise ConfigError(f"tune_epochs is {self.tune_epochs}, but scales of GGUF's blocks are not tuned; give 0")
         if self.block_size < 1:

@@ -17,6 +17,8 @@ from gptqkit.quantizer.config import ModuleOverride, QuantizeConfig
         ({"type": "Q4_K"}, "type is 'Q4_K'; choose one of Q4_0, "),
         ({"type": "Q4_K_M", "bits": 3}, "bits is 3, but the type Q4_K_M makes it 4; leave it out"),
         ({"type": "Q3_K_S", "format": "gptq"}, "format is gptq, but the type Q3_K_S makes it gguf"),
+        ({"learn_iterations": -1}, "learn_iterations is -1; give 0 for none"),
+        ({"method": "rtn", "refine_rounds": 1}, "refine_rounds needs the Hessian"),
         ({"type": "Q3_K_S", "tune_epochs": 1}, "scales of GGUF's blocks are not tuned"),
         ({"type": "Q3_K_S", "desc_act": True}, "set static_groups beside desc_act"),
         ({"overrides": {"q_proj": {"type": "Q4"}}}, "type is 'Q4'"),
