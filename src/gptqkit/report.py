@@ -25,7 +25,8 @@ class ModuleReport:
         error: ||(W - Q) X|| / ||W X|| on the calibration inputs of the quantized model; None without calibration.
         rounding_error: The same for plain rounding to min-max grids.
         worse_than_rounding: Whether `error` exceeds `rounding_error`.
-        refined: What the refinement after the sweep left of the solver's squared error, as a share; None without one.
+        refined: What the refinement after the sweep left of the solver's squared error, as a share of 4 digits; None
+            without one.
         damp_percent: Share of mean(diag H) added to the diagonal in the end.
         damp_escalations: How often damping had to grow.
         dead_columns: Columns whose inputs were always zero.
