@@ -24,7 +24,7 @@ import torch
 from gptqkit.calibration.statistics import InputStatistics, full_float32
 from gptqkit.export.formats import find_format
 from gptqkit.kernels.sweep import sweep_library
-from gptqkit.quantizer import gptq
+from gptqkit.quantizer import gptq, sweep
 from gptqkit.quantizer.config import QuantizeConfig
 from gptqkit.quantizer.factor import factorize
 from gptqkit.quantizer.methods import Moments
@@ -86,7 +86,7 @@ def measure(rows: int, columns: int, config: QuantizeConfig, device: torch.devic
     solved = gptq.solve_gptq(weight, moments, config, layout.snap)
     parts["sweep"] = best_time(lambda: gptq.solve_gptq(weight, moments, config, layout.snap), device, repeats)
     if sweep_library(weight) is not None:
-        with mock.patch.object(gptq, "sweep_library", return_value=None):
+        with mock.patch.object(sweep, "sweep_library", return_value=None):
             parts[IN_TORCH] = best_time(lambda: gptq.solve_gptq(weight, moments, config, layout.snap), device, repeats)
     damped, rounds = hessian.clone(), QuantizeConfig().refine_rounds
     damped.diagonal().add_(config.damp_percent * hessian.diagonal().mean())

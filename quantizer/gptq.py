@@ -7,28 +7,20 @@ follow the papers: R upper triangular with H = R RT, U = inv(R), E = W - Q.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..calibration.statistics import full_float32
 from ..errors import CalibrationError, NonFiniteError, ShapeError
-from ..kernels.library import KernelLibrary
-from ..kernels.sweep import MOST_COLUMNS, Sweep, sweep_block, sweep_library
 from .config import QuantizeConfig
 from .factor import HessianFactor, factorize
-from .grid import GroupGrid, IntegerZeroPoint, Snap, fit_grid, improve_grid
+from .grid import Snap
 from .methods import Method, Moments, Solution
 from .order import ColumnOrder, column_order
-from .quantized import QuantizedWeight
 from .refine import refine
 from .superblock import TwoLevel
-
-_SEGMENT = 16  # columns swept one by one before the rest of the block is updated with one matrix product
-
-Correction: TypeAlias = Callable[[Tensor, Tensor, float], Tensor]  # C in the order of the sweep, R, alpha
+from .sweep import ColumnSweep
 
 
 def solve_rtn(weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap: Snap) -> Solution:
@@ -49,7 +41,7 @@ def solve_rtn(weight: Tensor, moments: Moments | None, config: QuantizeConfig, s
     diagonal = torch.ones(columns, device=target.device) if moments is None else moments.hessian.diagonal().float()
     group_size = config.group_size or columns
     order = column_order(diagonal, group_size, desc_act=False, static_groups=True, act_group_aware=False)
-    sweep = _Sweep(target, order, config, snap)
+    sweep = ColumnSweep(target, order, config, snap)
     sweep.tight = True  # no weight moves
     sweep.fit_static_grids(diagonal)
     for start in range(0, columns, group_size):
@@ -77,7 +69,7 @@ def solve_gptq(weight: Tensor, moments: Moments | None, config: QuantizeConfig, 
         SingularHessianError: H is not positive definite at the largest damping allowed.
     """
     alone = None if moments is None else Moments(hessian=moments.hessian, prepared=moments.prepared)
-    return _solve(weight, alone, config, snap, correction)
+    return _solve(weight, alone, config, snap, upfront=False)
 
 
 def solve_gptaq(weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap: Snap) -> Solution:
@@ -88,7 +80,7 @@ def solve_gptaq(weight: Tensor, moments: Moments | None, config: QuantizeConfig,
 
     Arguments and errors are those of `solve_gptq`.
     """
-    return _solve(weight, moments, config, snap, correction)
+    return _solve(weight, moments, config, snap, upfront=False)
 
 
 def solve_qep(weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap: Snap) -> Solution:
@@ -99,14 +91,12 @@ def solve_qep(weight: Tensor, moments: Moments | None, config: QuantizeConfig, s
 
     Arguments and errors are those of `solve_gptq`.
     """
-    return _solve(weight, moments, config, snap, propagation)
+    return _solve(weight, moments, config, snap, upfront=True)
 
 
 @torch.no_grad()
-def _solve(
-    weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap: Snap, correct: Correction
-) -> Solution:
-    """Sweep a weight and refine what came of it; `correct` says what to do about errors of earlier layers."""
+def _solve(weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap: Snap, *, upfront: bool) -> Solution:
+    """Sweep a weight, whose columns are corrected `upfront` or on the way, and refine what came of it."""
     if moments is None:
         raise CalibrationError(f"{config.method} needs calibration; give text, or use the method rtn")
     dtype = torch.float64 if config.float64 else torch.float32
@@ -119,12 +109,12 @@ def _solve(
             )
     group_size = config.group_size or columns
     span = snap.columns if isinstance(snap, TwoLevel) else group_size
-    order, factor, shift = _prepare(moments, config, group_size, span, dtype, correct)
+    order, factor, shift = _prepare(moments, config, group_size, span, dtype, upfront)
     with full_float32():
         target = target[order.permutation]
-        if correct is propagation and shift is not None:
+        if upfront and shift is not None:
             target, shift = target + shift.T @ target, None
-        sweep = _Sweep(target, order, config, snap)
+        sweep = ColumnSweep(target, order, config, snap)
         if order.static:
             sweep.fit_static_grids(moments.hessian.diagonal()[order.permutation].to(dtype))
         # A block is whole groups, unless one group spans the row.
@@ -145,7 +135,7 @@ def _solve(
     hessian.diagonal().add_(factor.damping)
     scales = None if isinstance(snap, TwoLevel) else snap  # scales that depend on one another stay
     refined = refine(solution.weight, sweep.corrected(), hessian, scales, config.refine_rounds)
-    latent = None if solution.latent is None else refined.latent.float()
+    latent = refined.latent.float() if config.learn_iterations else None
     return dataclasses.replace(
         solution, weight=refined.weight, loss=loss - refined.gain, loss_before=loss, latent=latent
     )
@@ -163,7 +153,7 @@ def _prepare(
     group_size: int,
     span: int,
     dtype: torch.dtype,
-    correct: Correction,
+    upfront: bool,
 ) -> tuple[ColumnOrder, HessianFactor, Tensor | None]:
     """Return the order of columns, R and the correction: the same for every weight that receives the same inputs.
 
@@ -171,15 +161,8 @@ def _prepare(
     """
     names = ("desc_act", "static_groups", "act_group_aware")
     orders = {name: bool(getattr(config, name)) for name in names}
-    key = (
-        group_size,
-        span,
-        *orders.values(),
-        config.damp_percent,
-        config.alpha,
-        dtype,
-        moments.cross is not None and correct,
-    )
+    damping = config.damp_percent, config.alpha
+    key = (group_size, span, *orders.values(), *damping, dtype, moments.cross is None, upfront)
     if key not in moments.prepared:
         order = column_order(moments.hessian.diagonal(), span, **orders)
         if span != group_size:
@@ -189,7 +172,7 @@ def _prepare(
         if moments.cross is not None:
             with full_float32():
                 in_order = moments.cross[order.permutation][:, order.permutation].to(dtype)
-                shift = correct(in_order, factor.upper, config.alpha)
+                shift = (propagation if upfront else correction)(in_order, factor.upper, config.alpha)
         moments.prepared[key] = (order, factor, shift)
     found: tuple[ColumnOrder, HessianFactor, Tensor | None] = moments.prepared[key]
     return found
@@ -217,217 +200,6 @@ def output_error(weight: Tensor, hessian: Tensor) -> float:
     """Return tr(W H WT), the mean over tokens of ||W x||^2, of a weight or a difference of weights, (out, in)."""
     with full_float32():
         return max(0.0, float(((weight @ hessian) * weight).sum(dtype=torch.float64)))
-
-
-class _Sweep:
-    """The codes and grids of one weight while they are being decided, columns in the order of the sweep.
-
-    Attributes:
-        target: W, (columns, rows); GPTAQ's correction is added block by block.
-        order: Which column stands at each position, and its group.
-        codes: (columns, rows) uint8, decided position by position.
-        values: (columns, rows), what the codes stand for.
-        rounded: (columns, rows), w at the moment it was rounded, where the rounding is learned afterwards.
-        grids: By number of the group, once they are fitted.
-        span: Columns whose grids are fitted together: one group, or those of a super-block.
-    """
-
-    def __init__(self, target: Tensor, order: ColumnOrder, config: QuantizeConfig, snap: Snap) -> None:
-        columns, rows = target.shape
-        self.target, self.order, self.config, self.snap = target, order, config, snap
-        self.group_size = config.group_size or columns
-        self.span = snap.columns if isinstance(snap, TwoLevel) else self.group_size
-        self.codes = torch.empty(columns, rows, dtype=torch.uint8, device=target.device)
-        self.values = torch.empty_like(target)
-        self.rounded = torch.empty_like(target) if config.learn_iterations else None
-        # What learning rounds has not moved far; nor have GGUF's groups of 16 or 32, of which tight grids did no worse.
-        self.tight = config.learn_iterations > 0 or config.type is not None
-        self.grids: dict[int, GroupGrid] = {}
-        self._group: list[int] = order.group.tolist()
-
-    def run(self, upper: Tensor, shift: Tensor | None, block_size: int) -> float:
-        """Sweep all columns; return the sum of ((w_i - q_i) R_ii)^2, which equals tr(E Hd ET)."""
-        target, importance = self.target, upper.diagonal().square()
-        library = None
-        fits = self.config.grid == "minmax" or (self.config.grid == "mse" and not self.tight)  # as the kernel does
-        if fits and block_size <= MOST_COLUMNS and isinstance(self.snap, IntegerZeroPoint):
-            library = sweep_library(target)
-        error = torch.empty_like(target)  # E = W - Q
-        current = self.rounded  # w at the moment it was rounded
-        if current is None and shift is not None:
-            current = torch.empty_like(target)
-        loss = torch.zeros((), dtype=torch.float64, device=target.device)  # read at the end: a GPU is not waited for
-        for start in range(0, target.shape[0], block_size):
-            stop = min(start + block_size, target.shape[0])
-            if shift is not None and current is not None:
-                target[start:stop].addmm_(shift[:start, start:stop].T, current[:start])
-            block = target[start:stop].clone()
-            identity = torch.eye(stop - start, dtype=upper.dtype, device=upper.device)
-            inverse = torch.linalg.solve_triangular(upper[start:stop, start:stop], identity, upper=True)
-            if start:
-                block.addmm_(inverse.T, upper[:start, start:stop].T @ error[:start])
-            inner = None if shift is None else shift[start:stop, start:stop]
-            if library is None:
-                scaled = self._sweep_block(block, start, inverse, inner, importance)
-            else:
-                scaled = self._sweep_block_fused(library, block, start, inverse, inner, importance)
-            loss += scaled.square().sum(dtype=torch.float64)
-            if current is not None:
-                current[start:stop] = block
-            if inner is not None:
-                target[start:stop].addmm_(inner.T, block)
-            error[start:stop] = target[start:stop] - self.values[start:stop]
-        return float(loss)
-
-    def _sweep_block(
-        self, block: Tensor, start: int, inverse: Tensor, shift: Tensor | None, importance: Tensor
-    ) -> Tensor:
-        """Round the columns of one block in turn; return (w_i - q_i) / U_ii of each, (columns, rows).
-
-        `block` enters up to date with all earlier blocks and leaves as the weights at the moment they were rounded.
-        Grids are fitted where their groups begin, to up-to-date weights.
-        """
-        scaled = torch.empty_like(block)
-        for begin in range(0, len(block), self.span):
-            part, rest = slice(begin, begin + self.span), slice(begin + self.span, None)
-            inner = None if shift is None else shift[part, part]
-            self._begin_group(start + begin, block[part], inverse[part, part], inner, importance)
-            scaled[part] = self._sweep_group(block[part], start + begin, inverse[part, part], inner)
-            block[rest].addmm_(inverse[part, rest].T, scaled[part], alpha=-1)
-            if shift is not None:
-                block[rest].addmm_(shift[part, rest].T, block[part])
-        return scaled
-
-    def _sweep_group(self, block: Tensor, start: int, inverse: Tensor, shift: Tensor | None) -> Tensor:
-        """Do the same with columns whose grids are there.
-
-        Columns of one segment are updated one by one, those beyond it with one matrix product per segment.
-        """
-        scaled = torch.empty_like(block)
-        for begin in range(0, len(block), _SEGMENT):
-            end = min(begin + _SEGMENT, len(block))
-            for i in range(begin, end):
-                rounded = self.round(start + i, block[i])
-                scaled[i] = (block[i] - rounded) / inverse[i, i]
-                if i + 1 < end:
-                    block[i + 1 : end].addr_(inverse[i, i + 1 : end], scaled[i], alpha=-1)
-                    if shift is not None:
-                        block[i + 1 : end].addr_(shift[i, i + 1 : end], block[i])
-            block[end:].addmm_(inverse[begin:end, end:].T, scaled[begin:end], alpha=-1)
-            if shift is not None:
-                block[end:].addmm_(shift[begin:end, end:].T, block[begin:end])
-        return scaled
-
-    def _sweep_block_fused(
-        self,
-        library: KernelLibrary,
-        block: Tensor,
-        start: int,
-        inverse: Tensor,
-        shift: Tensor | None,
-        importance: Tensor,
-    ) -> Tensor:
-        """Do what `_sweep_block` does in one kernel, which sums in another order: a code on the edge may differ."""
-        width = block.shape[0]
-        positions = slice(start, start + width)
-        inside = not self.order.static and self.group_size <= width  # the kernel fits the grids
-        if not inside:
-            self._begin_group(start, block, inverse, shift, importance)
-        groups = self.order.group[positions]
-        first = groups[:: self.group_size]  # the groups that begin inside, in the order of the sweep
-        if inside:
-            scale, zero = block.new_empty(2, first.numel(), block.shape[1]).unbind()
-        else:
-            grids = [self.grids[group] for group in sorted(self.grids)]
-            scale, zero = torch.stack([grid.scale for grid in grids]), torch.stack([grid.zero for grid in grids])
-        tensors = Sweep(
-            block=block,
-            inverse=inverse.contiguous(),
-            shift=None if shift is None else shift.contiguous(),
-            importance=importance[positions] if self.config.grid == "mse" else None,
-            group=None if inside else groups.to(torch.int32),
-            scale=scale,
-            zero=zero,
-            codes=self.codes[positions],
-            values=self.values[positions],
-        )
-        min_zero = self.snap.least if isinstance(self.snap, IntegerZeroPoint) else 0
-        bits, sym = self.config.bits, self.config.sym
-        scaled = sweep_block(library, tensors, group_size=self.group_size, bits=bits, sym=sym, min_zero=min_zero)
-        for group, one, its_zero in zip(first.tolist() if inside else (), scale, zero, strict=False):
-            self.grids[group] = GroupGrid(one, -((its_zero + 0.0) * one), 2**self.config.bits - 1)
-        return scaled
-
-    def _begin_group(
-        self, position: int, block: Tensor, inverse: Tensor, shift: Tensor | None, importance: Tensor
-    ) -> None:
-        """Fit the grids of the groups that begin at `position`, with the columns of `block`, if any do."""
-        if self.order.static or position % self.span:
-            return
-        # A group wider than its block (one group per row) begins before anything was moved onto it.
-        group, inside = self._group[position], self.span <= len(block)
-        groups = self.order.group[position:][: self.span]
-        self._fit_grids(groups, block if inside else self.target, importance[position:][: self.span])
-        if self.config.grid == "sim" and inside and not isinstance(self.snap, TwoLevel):
-
-            def error(grid: GroupGrid) -> Tensor:
-                self.grids[group] = grid
-                return self._sweep_group(block.clone(), position, inverse, shift).square_().sum(0)
-
-            self.grids[group] = improve_grid(
-                self.grids[group], error, bits=self.config.bits, sym=self.config.sym, snap=self.snap
-            )
-
-    def _fit_grids(self, groups: Tensor, weight: Tensor, importance: Tensor) -> None:
-        """Fit the grid of a group, or those of a super-block, to the weights of their columns, (columns, rows)."""
-        bits, sym = self.config.bits, self.config.sym
-        judges = None if self.config.grid == "minmax" else importance
-        if not isinstance(self.snap, TwoLevel):
-            grid = fit_grid(weight, bits=bits, sym=sym, snap=self.snap, importance=judges, tight=self.tight)
-            self.grids[int(groups[0])] = grid
-            return
-        members = torch.argsort(groups, stable=True).view(-1, self.group_size).T  # (columns of a group, groups)
-        judges = None if judges is None else judges[members]
-        fitted = self.snap.fit(weight[members], bits=bits, sym=sym, importance=judges)
-        for group, scale, offset in zip(groups[members[0]].tolist(), fitted.scale, fitted.offset, strict=True):
-            self.grids[group] = GroupGrid(scale, offset, fitted.max_code)
-
-    def fit_static_grids(self, importance: Tensor) -> None:
-        """Fit every group's grid to the original weights of its original columns."""
-        together = self.order.group // (self.span // self.group_size)
-        for number in range(self.target.shape[0] // self.span):
-            members = (together == number).nonzero().flatten()
-            self._fit_grids(self.order.group[members], self.target[members], importance[members])
-
-    def round(self, positions: int | slice, weight: Tensor) -> Tensor:
-        """Decide the codes at `positions`, all of one group, from their weights; return what they stand for."""
-        grid = self.grids[self._group[positions.start if isinstance(positions, slice) else positions]]
-        codes = grid.encode(weight)
-        self.codes[positions] = codes
-        self.values[positions] = grid.decode(codes)
-        return self.values[positions]
-
-    def corrected(self) -> Tensor:
-        """Return W with its correction, (rows, columns) in the model's order."""
-        return self.target[torch.argsort(self.order.permutation)].T
-
-    def latent(self) -> Tensor | None:
-        """Return what was rounded, (rows, columns) float32 in the model's order, where it was kept."""
-        return None if self.rounded is None else self.rounded[torch.argsort(self.order.permutation)].T.float()
-
-    def quantized_weight(self) -> QuantizedWeight:
-        """Return the result, columns back in the model's order."""
-        back = torch.argsort(self.order.permutation)
-        grids = [self.grids[group] for group in range(len(self.grids))]
-        return QuantizedWeight(
-            codes=self.codes[back].T.contiguous(),
-            scale=torch.stack([grid.scale for grid in grids], 1).float(),
-            offset=torch.stack([grid.offset for grid in grids], 1).float(),
-            group_index=self.order.group[back].to(torch.int32),
-            bits=self.config.bits,
-            group_size=self.group_size,
-            sym=self.config.sym,
-        )
 
 
 def _columns_first(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,7 @@
 //         code = clamp(round(w_i / scale) + zero, 0, 2^bits - 1)     q = (code - zero) * scale     e = (w_i - q) / U_ii
 //         w_j += w_i P_ij - e U_ij     for the block's columns j > i
 //
-// It is quantizer/gptq.py's `_sweep_block` with quantizer/grid.py's `fit_grid` inside; both say where the formulas
+// It is quantizer/sweep.py's `_sweep_block` with quantizer/grid.py's `fit_grid` inside; both say where the formulas
 // come from. Sums run in another order than there, so a code can differ where a weight lies on the edge between two.
 //
 // Layouts, all row-major: block, scaled, values and codes [columns][rows]; inverse and shift [columns][columns]; scale

@@ -5,7 +5,7 @@ import torch
 
 from gptqkit.errors import ShapeError
 from gptqkit.kernels.sweep import Sweep, sweep_block, sweep_library
-from gptqkit.quantizer import gptq
+from gptqkit.quantizer import sweep as solver
 from gptqkit.quantizer.config import QuantizeConfig
 from gptqkit.quantizer.grid import GroupGrid, IntegerZeroPoint, fit_grid
 from support.reference import correlated, damped, moments, textbook_gptq
@@ -28,8 +28,8 @@ def fused(emulation, monkeypatch):
         calls.append(1)
         return sweep_block(*arguments, **settings)
 
-    monkeypatch.setattr(gptq, "sweep_library", lambda _: emulation.launcher.library)
-    monkeypatch.setattr(gptq, "sweep_block", counted)
+    monkeypatch.setattr(solver, "sweep_library", lambda _: emulation.launcher.library)
+    monkeypatch.setattr(solver, "sweep_block", counted)
     return calls
 
 
@@ -69,7 +69,7 @@ def test_the_solver_on_the_kernel_finds_the_same(fused, monkeypatch, order, bits
     )
     on_kernel = solve_gptaq(weight, hessian, cross, config)
     assert len(fused) >= 1
-    monkeypatch.setattr(gptq, "sweep_library", lambda _: None)
+    monkeypatch.setattr(solver, "sweep_library", lambda _: None)
     in_torch = solve_gptaq(weight, hessian, cross, config)
     # The first group's grids see the same weights on both paths, to the bit.
     first = in_torch.weight.group_index[0] if order == "natural" else 0

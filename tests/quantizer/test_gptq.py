@@ -5,9 +5,12 @@ import pytest
 import torch
 
 from gptqkit.errors import ConfigError, NonFiniteError, ShapeError, SingularHessianError
+from gptqkit.quantizer import gptq
 from gptqkit.quantizer.config import QuantizeConfig
 from gptqkit.quantizer.factor import factorize
 from gptqkit.quantizer.gptq import correction, output_error
+from gptqkit.quantizer.grid import IntegerZeroPoint
+from gptqkit.quantizer.methods import Moments
 from gptqkit.quantizer.order import column_order
 from support.reference import correlated, damped, moments, nearest_plane, textbook_gptq
 from support.solvers import solve_gptaq, solve_gptq, solve_qep, solve_rtn
@@ -197,6 +200,18 @@ def test_qep_is_gptq_of_the_weight_that_makes_up_for_earlier_layers(order):
     ridge = (0.01 * hessian.diagonal().mean() * len(inputs)).sqrt() * torch.eye(96, dtype=torch.float64)
     wanted = torch.cat([float_inputs, ridge]) @ weight.T
     torch.testing.assert_close(corrected, torch.linalg.lstsq(torch.cat([inputs, ridge]), wanted).solution.T)
+
+
+def test_methods_that_share_moments_do_not_share_corrections():
+    """What one prepares for all weights with its inputs is not what another needs."""
+    weight, inputs = correlated(24, 96, 800)
+    hessian, cross = moments(inputs), 0.05 * correlated(96, 96, 1, seed=2)[0]
+    together = Moments(hessian=hessian, cross=cross)
+    for solve in (gptq.solve_gptq, gptq.solve_gptaq, gptq.solve_qep, gptq.solve_gptq):
+        alone = Moments(hessian=hessian, cross=cross)
+        found, expected = (solve(weight, given, config(), IntegerZeroPoint()).weight for given in (together, alone))
+        assert torch.equal(found.codes, expected.codes)
+        assert torch.equal(found.scale, expected.scale)
 
 
 @pytest.mark.parametrize("float64", [True, False])

@@ -1,0 +1,230 @@
+"""The sweep over columns that GPTQ, GPTAQ and QEP share: grids where groups begin, codes column by column.
+
+All rows go at once, so everything inside is held columns first: (in, out). Names are those of `gptq.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels.library import KernelLibrary
+from ..kernels.sweep import MOST_COLUMNS, Sweep, sweep_block, sweep_library
+from .config import QuantizeConfig
+from .grid import GroupGrid, IntegerZeroPoint, Snap, fit_grid, improve_grid
+from .order import ColumnOrder
+from .quantized import QuantizedWeight
+from .superblock import TwoLevel
+
+_SEGMENT = 16  # columns swept one by one before the rest of the block is updated with one matrix product
+
+
+class ColumnSweep:
+    """The codes and grids of one weight while they are being decided, columns in the order of the sweep.
+
+    Attributes:
+        target: W, (columns, rows); GPTAQ's correction is added block by block.
+        order: Which column stands at each position, and its group.
+        codes: (columns, rows) uint8, decided position by position.
+        values: (columns, rows), what the codes stand for.
+        rounded: (columns, rows), w at the moment it was rounded, where the rounding is learned afterwards.
+        grids: By number of the group, once they are fitted.
+        span: Columns whose grids are fitted together: one group, or those of a super-block.
+    """
+
+    def __init__(self, target: Tensor, order: ColumnOrder, config: QuantizeConfig, snap: Snap) -> None:
+        columns, rows = target.shape
+        self.target, self.order, self.config, self.snap = target, order, config, snap
+        self.group_size = config.group_size or columns
+        self.span = snap.columns if isinstance(snap, TwoLevel) else self.group_size
+        self.codes = torch.empty(columns, rows, dtype=torch.uint8, device=target.device)
+        self.values = torch.empty_like(target)
+        self.rounded = torch.empty_like(target) if config.learn_iterations and not config.refine_rounds else None
+        # What learning rounds has not moved far; nor have GGUF's groups of 16 or 32, of which tight grids did no worse.
+        self.tight = config.learn_iterations > 0 or config.type is not None
+        self.grids: dict[int, GroupGrid] = {}
+        self._group: list[int] = order.group.tolist()
+
+    def run(self, upper: Tensor, shift: Tensor | None, block_size: int) -> float:
+        """Sweep all columns; return the sum of ((w_i - q_i) R_ii)^2, which equals tr(E Hd ET)."""
+        target, importance = self.target, upper.diagonal().square()
+        library = None
+        fits = self.config.grid == "minmax" or (self.config.grid == "mse" and not self.tight)  # as the kernel does
+        if fits and block_size <= MOST_COLUMNS and isinstance(self.snap, IntegerZeroPoint):
+            library = sweep_library(target)
+        error = torch.empty_like(target)  # E = W - Q
+        current = self.rounded  # w at the moment it was rounded
+        if current is None and shift is not None:
+            current = torch.empty_like(target)
+        loss = torch.zeros((), dtype=torch.float64, device=target.device)  # read at the end: a GPU is not waited for
+        for start in range(0, target.shape[0], block_size):
+            stop = min(start + block_size, target.shape[0])
+            if shift is not None and current is not None:
+                target[start:stop].addmm_(shift[:start, start:stop].T, current[:start])
+            block = target[start:stop].clone()
+            identity = torch.eye(stop - start, dtype=upper.dtype, device=upper.device)
+            inverse = torch.linalg.solve_triangular(upper[start:stop, start:stop], identity, upper=True)
+            if start:
+                block.addmm_(inverse.T, upper[:start, start:stop].T @ error[:start])
+            inner = None if shift is None else shift[start:stop, start:stop]
+            if library is None:
+                scaled = self._sweep_block(block, start, inverse, inner, importance)
+            else:
+                scaled = self._sweep_block_fused(library, block, start, inverse, inner, importance)
+            loss += scaled.square().sum(dtype=torch.float64)
+            if current is not None:
+                current[start:stop] = block
+            if inner is not None:
+                target[start:stop].addmm_(inner.T, block)
+            error[start:stop] = target[start:stop] - self.values[start:stop]
+        return float(loss)
+
+    def _sweep_block(
+        self, block: Tensor, start: int, inverse: Tensor, shift: Tensor | None, importance: Tensor
+    ) -> Tensor:
+        """Round the columns of one block in turn; return (w_i - q_i) / U_ii of each, (columns, rows).
+
+        `block` enters up to date with all earlier blocks and leaves as the weights at the moment they were rounded.
+        Grids are fitted where their groups begin, to up-to-date weights.
+        """
+        scaled = torch.empty_like(block)
+        for begin in range(0, len(block), self.span):
+            part, rest = slice(begin, begin + self.span), slice(begin + self.span, None)
+            inner = None if shift is None else shift[part, part]
+            self._begin_group(start + begin, block[part], inverse[part, part], inner, importance)
+            scaled[part] = self._sweep_group(block[part], start + begin, inverse[part, part], inner)
+            block[rest].addmm_(inverse[part, rest].T, scaled[part], alpha=-1)
+            if shift is not None:
+                block[rest].addmm_(shift[part, rest].T, block[part])
+        return scaled
+
+    def _sweep_group(self, block: Tensor, start: int, inverse: Tensor, shift: Tensor | None) -> Tensor:
+        """Do the same with columns whose grids are there.
+
+        Columns of one segment are updated one by one, those beyond it with one matrix product per segment.
+        """
+        scaled = torch.empty_like(block)
+        for begin in range(0, len(block), _SEGMENT):
+            end = min(begin + _SEGMENT, len(block))
+            for i in range(begin, end):
+                rounded = self.round(start + i, block[i])
+                scaled[i] = (block[i] - rounded) / inverse[i, i]
+                if i + 1 < end:
+                    block[i + 1 : end].addr_(inverse[i, i + 1 : end], scaled[i], alpha=-1)
+                    if shift is not None:
+                        block[i + 1 : end].addr_(shift[i, i + 1 : end], block[i])
+            block[end:].addmm_(inverse[begin:end, end:].T, scaled[begin:end], alpha=-1)
+            if shift is not None:
+                block[end:].addmm_(shift[begin:end, end:].T, block[begin:end])
+        return scaled
+
+    def _sweep_block_fused(
+        self,
+        library: KernelLibrary,
+        block: Tensor,
+        start: int,
+        inverse: Tensor,
+        shift: Tensor | None,
+        importance: Tensor,
+    ) -> Tensor:
+        """Do what `_sweep_block` does in one kernel, which sums in another order: a code on the edge may differ."""
+        width = block.shape[0]
+        positions = slice(start, start + width)
+        inside = not self.order.static and self.group_size <= width  # the kernel fits the grids
+        if not inside:
+            self._begin_group(start, block, inverse, shift, importance)
+        groups = self.order.group[positions]
+        first = groups[:: self.group_size]  # the groups that begin inside, in the order of the sweep
+        if inside:
+            scale, zero = block.new_empty(2, first.numel(), block.shape[1]).unbind()
+        else:
+            grids = [self.grids[group] for group in sorted(self.grids)]
+            scale, zero = torch.stack([grid.scale for grid in grids]), torch.stack([grid.zero for grid in grids])
+        tensors = Sweep(
+            block=block,
+            inverse=inverse.contiguous(),
+            shift=None if shift is None else shift.contiguous(),
+            importance=importance[positions] if self.config.grid == "mse" else None,
+            group=None if inside else groups.to(torch.int32),
+            scale=scale,
+            zero=zero,
+            codes=self.codes[positions],
+            values=self.values[positions],
+        )
+        min_zero = self.snap.least if isinstance(self.snap, IntegerZeroPoint) else 0
+        bits, sym = self.config.bits, self.config.sym
+        scaled = sweep_block(library, tensors, group_size=self.group_size, bits=bits, sym=sym, min_zero=min_zero)
+        for group, one, its_zero in zip(first.tolist() if inside else (), scale, zero, strict=False):
+            self.grids[group] = GroupGrid(one, -((its_zero + 0.0) * one), 2**self.config.bits - 1)
+        return scaled
+
+    def _begin_group(
+        self, position: int, block: Tensor, inverse: Tensor, shift: Tensor | None, importance: Tensor
+    ) -> None:
+        """Fit the grids of the groups that begin at `position`, with the columns of `block`, if any do."""
+        if self.order.static or position % self.span:
+            return
+        # A group wider than its block (one group per row) begins before anything was moved onto it.
+        group, inside = self._group[position], self.span <= len(block)
+        groups = self.order.group[position:][: self.span]
+        self._fit_grids(groups, block if inside else self.target, importance[position:][: self.span])
+        if self.config.grid == "sim" and inside and not isinstance(self.snap, TwoLevel):
+
+            def error(grid: GroupGrid) -> Tensor:
+                self.grids[group] = grid
+                return self._sweep_group(block.clone(), position, inverse, shift).square_().sum(0)
+
+            self.grids[group] = improve_grid(
+                self.grids[group], error, bits=self.config.bits, sym=self.config.sym, snap=self.snap
+            )
+
+    def _fit_grids(self, groups: Tensor, weight: Tensor, importance: Tensor) -> None:
+        """Fit the grid of a group, or those of a super-block, to the weights of their columns, (columns, rows)."""
+        bits, sym = self.config.bits, self.config.sym
+        judges = None if self.config.grid == "minmax" else importance
+        if not isinstance(self.snap, TwoLevel):
+            grid = fit_grid(weight, bits=bits, sym=sym, snap=self.snap, importance=judges, tight=self.tight)
+            self.grids[int(groups[0])] = grid
+            return
+        members = torch.argsort(groups, stable=True).view(-1, self.group_size).T  # (columns of a group, groups)
+        judges = None if judges is None else judges[members]
+        fitted = self.snap.fit(weight[members], bits=bits, sym=sym, importance=judges)
+        for group, scale, offset in zip(groups[members[0]].tolist(), fitted.scale, fitted.offset, strict=True):
+            self.grids[group] = GroupGrid(scale, offset, fitted.max_code)
+
+    def fit_static_grids(self, importance: Tensor) -> None:
+        """Fit every group's grid to the original weights of its original columns."""
+        together = self.order.group // (self.span // self.group_size)
+        for number in range(self.target.shape[0] // self.span):
+            members = (together == number).nonzero().flatten()
+            self._fit_grids(self.order.group[members], self.target[members], importance[members])
+
+    def round(self, positions: int | slice, weight: Tensor) -> Tensor:
+        """Decide the codes at `positions`, all of one group, from their weights; return what they stand for."""
+        grid = self.grids[self._group[positions.start if isinstance(positions, slice) else positions]]
+        codes = grid.encode(weight)
+        self.codes[positions] = codes
+        self.values[positions] = grid.decode(codes)
+        return self.values[positions]
+
+    def corrected(self) -> Tensor:
+        """Return W with its correction, (rows, columns) in the model's order."""
+        return self.target[torch.argsort(self.order.permutation)].T
+
+    def latent(self) -> Tensor | None:
+        """Return what was rounded, (rows, columns) float32 in the model's order, where it was kept."""
+        return None if self.rounded is None else self.rounded[torch.argsort(self.order.permutation)].T.float()
+
+    def quantized_weight(self) -> QuantizedWeight:
+        """Return the result, columns back in the model's order."""
+        back = torch.argsort(self.order.permutation)
+        grids = [self.grids[group] for group in range(len(self.grids))]
+        return QuantizedWeight(
+            codes=self.codes[back].T.contiguous(),
+            scale=torch.stack([grid.scale for grid in grids], 1).float(),
+            offset=torch.stack([grid.offset for grid in grids], 1).float(),
+            group_index=self.order.group[back].to(torch.int32),
+            bits=self.config.bits,
+            group_size=self.group_size,
+            sym=self.config.sym,
+        )
