@@ -6,14 +6,16 @@
 #   make sanitize  the CUDA kernels on the emulator under AddressSanitizer and UBSan (needs g++)
 #   make families  tiny models of all families of transformers: what becomes of each (about 10 minutes)
 #   make clients   load our checkpoints with other programs, in environments of their own (long)
-# PYTHON is the interpreter that makes the environment, VENV where it goes.
+# PYTHON is the interpreter that makes the environment, VENV where it goes, WORKERS how many processes run tests.
 
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= 2
 
 python := $(VENV)/bin/python
 # pip writes the command on installing, so it also tells when that was done.
 installed := $(VENV)/bin/gptqkit
+pytest := OMP_NUM_THREADS=1 $(python) -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: setup test test-all demo check sanitize families clients clean
 
@@ -25,10 +27,10 @@ $(installed): pyproject.toml setup.py constraints.txt
 	touch $@
 
 test: $(installed)
-	$(python) -m pytest -m "not slow"
+	$(pytest) -m "not slow"
 
 test-all: $(installed)
-	$(python) -m pytest
+	$(pytest)
 
 demo: $(installed)
 	$(python) examples/demo.py
@@ -37,7 +39,7 @@ check: $(installed)
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
-	$(python) -m pytest -m "not slow"
+	$(pytest) -m "not slow"
 
 # Python does not give all its memory back, so leaks are not looked for.
 sanitize: $(installed)

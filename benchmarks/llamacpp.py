@@ -27,6 +27,7 @@ EXAMPLES = ROOT / "examples"
 MODEL = EXAMPLES / "models/gutenberg-llama-6m"
 TEXTS = {"wikitext2": EXAMPLES / "data/wikitext2-test.txt", "books": EXAMPLES / "data/heldout.txt"}
 TYPES = ("Q4_K_M", "Q4_0", "Q3_K_M", "Q2_K")
+OURS = {"gptq": {"method": "gptq"}, "qep": {"method": "qep"}, "balanced": {"quality": "balanced"}}
 LENGTH = 512
 
 
@@ -126,11 +127,11 @@ def main() -> None:
             for by, matrix in (("llama.cpp", None), ("llama.cpp, importance matrix", str(imatrix))):
                 files[kind, by] = work / f"{kind}-{len(by)}.gguf"
                 jobs.append((str(whole), str(files[kind, by]), kind, matrix))
-            for method in ("gptq", "qep"):
-                out = work / f"{kind}-{method}"
-                gptqkit.quantize(MODEL, calibration, out, {"type": kind, "method": method})
-                files[kind, method] = out / "model.gguf"
-                print(kind, method, flush=True)
+            for by, how in OURS.items():
+                out = work / f"{kind}-{by}"
+                gptqkit.quantize(MODEL, calibration, out, {"type": kind, **how})
+                files[kind, by] = out / "model.gguf"
+                print(kind, by, flush=True)
         task = {"quantize": jobs, "files": list(map(str, files.values())), "tokens": tokens}
         (work / "task.json").write_text(json.dumps(task))
         command = [str(ROOT / ".clients/llama/bin/python"), __file__, "--inside", str(work / "task.json")]

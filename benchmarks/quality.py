@@ -4,8 +4,8 @@
 
 Every row is the real thing from end to end: quantize, write a gptq_v2 checkpoint, reload it, run its quantized layers.
 {rtn, gptq, gptaq} x {4, 3, 2 bits} x {sym, asym} x {plain, act_group_aware, desc_act, desc_act + static_groups}, the
-sweeps as they are; and gptq and qep refined, in the default order. Rounding has no order of columns. Rows that the JSON
-file already holds for the same settings are not run again.
+sweeps as they are, damped by 0.01 as published; and gptq and qep refined, in the default order. Rounding has no order
+of columns. Rows that the JSON file already holds for the same settings are not run again.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ def main() -> None:
             bits=row["bits"],
             sym=row["sym"],
             group_size=arguments.group_size,
+            damp_percent=0.01,
             **ORDERS[row["order"]],
         )
         start = time.perf_counter()

@@ -78,7 +78,7 @@ def measure(rows: int, columns: int, config: QuantizeConfig, device: torch.devic
         "statistics": best_time(lambda: InputStatistics(columns, device).update(inputs), device, repeats),
         IN_FULL: best_time(lambda: add_full_products(inputs), device, repeats),
         "factorisation": best_time(
-            lambda: factorize(hessian, order.permutation, config.damp_percent, torch.float32), device, repeats
+            lambda: factorize(hessian, order.permutation, gptq.DAMPING, torch.float32), device, repeats
         ),
     }
     layout = find_format(config.format)
@@ -124,7 +124,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the numbers here as well")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
-    config = QuantizeConfig(bits=arguments.bits, group_size=arguments.group_size, sym=False, refine_rounds=0)
+    settings = {"bits": arguments.bits, "group_size": arguments.group_size}
+    config = QuantizeConfig(method="gptq", sym=False, refine_rounds=0, **settings)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     threads = torch.get_num_threads()
     print(f"{name}, {threads} threads, torch {torch.__version__}")

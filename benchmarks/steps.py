@@ -30,6 +30,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 STEPS: dict[str, dict[str, Any]] = {
     "gptq": {"refine_rounds": 0},
     "fast": {"quality": "fast"},
+    "fast, damped by 0.01": {"quality": "fast", "damp_percent": 0.01},
     "gptaq": {"method": "gptaq", "refine_rounds": 0},
     "gptaq + refined": {"method": "gptaq"},
     "qep": {"method": "qep", "refine_rounds": 0},

@@ -84,9 +84,10 @@ def write_config(config: QuantizeConfig, layers: Mapping[str, LayerSpec], matric
         "pack_dtype": "int32",
         "true_sequential": config.true_sequential,
         "static_groups": config.static_groups,
-        "damp_percent": config.damp_percent,
         "meta": meta_of(config),
     }
+    if config.damp_percent is not None:
+        values["damp_percent"] = config.damp_percent
     skipped = skipped_modules(layers, matrices)
     dynamic = skipped_in_dynamic(layers, skipped)
     changed: dict[tuple[int, int], list[str]] = defaultdict(list)

@@ -27,6 +27,7 @@ _WITHOUT_MOMENTS: Mapping[str, Any] = {"grid": "minmax", "refine_rounds": 0}
 
 _BY_QUALITY: Any = None
 _BY_METHOD: Any = None
+_BY_TOKENS: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,8 @@ class QuantizeConfig:
         sym: Symmetric or asymmetric grids: the zero point is fixed at 2^(bits-1), or chosen for every group.
         quality: "fast" solves every layer with gptq and refines it; "balanced" takes qep, simulated grids, and 40 steps
             of learned rounding per block; "best" 200 steps, and it tunes the scales of the whole model. Each sets
-            `method`, `grid`, `refine_rounds`, `learn_iterations` and `tune_epochs`, where these are not given.
+            `method`, `grid`, `refine_rounds`, `learn_iterations` and `tune_epochs`, where these are not given. By
+            default "balanced", or "fast" where a method is given.
         method: "rtn" rounds to nearest; "gptq" moves each column's error onto later columns (arXiv 2210.17323);
             "gptaq" also corrects for the errors of earlier layers (arXiv 2504.02692), column by column; "qep" does that
             before the sweep, in all columns (arXiv 2504.09629).
@@ -82,7 +84,8 @@ class QuantizeConfig:
         act_group_aware: Sort columns by diag(H) within their groups, and the groups as well; g_idx is not needed. On by
             default, unless `desc_act` is on.
         damp_percent: Damping added to the Hessian's diagonal, as a fraction of its mean; raised tenfold, and reported,
-            where the Hessian is singular.
+            where the Hessian is singular. By default 0.01, and more for a layer that fewer than 50 tokens per column
+            calibrate: the fewer, the less the Hessian says about other text.
         grid: How each group's grid is chosen: "minmax" spans minimum to maximum; "mse" searches for the least error of
             the weights, weighted by diag(H); "sim" then tries the sweep itself on grids nearby, but for static groups
             and K-quants. With "rtn" the default is "minmax".
@@ -122,12 +125,12 @@ class QuantizeConfig:
     target_bits: float | None = None
     target_size: int | None = field(default=None, metadata={"size": True})
     sym: bool = field(default=True, metadata={"off": "asym"})
-    quality: str = field(default="fast", metadata={"choices": QUALITIES})
+    quality: str = field(default=_BY_METHOD, metadata={"choices": QUALITIES})
     method: str = field(default=_BY_QUALITY, metadata={"choices": METHODS})
     desc_act: bool = False
     static_groups: bool = False
     act_group_aware: bool | None = None
-    damp_percent: float = 0.01
+    damp_percent: float = _BY_TOKENS
     grid: str = field(default=_BY_QUALITY, metadata={"choices": GRIDS})
     alpha: float = _BY_METHOD
     refine_rounds: int = _BY_QUALITY
@@ -150,6 +153,8 @@ class QuantizeConfig:
         if self.group_size is not None:
             _check_group_size(self.group_size)
             object.__setattr__(self, "group_size", None if self.group_size == -1 else self.group_size)
+        if self.quality is None:
+            object.__setattr__(self, "quality", "balanced" if self.method is None else "fast")
         if self.quality not in QUALITIES:
             raise ConfigError(f"quality is {self.quality!r}; choose one of {', '.join(QUALITIES)}")
         for name, value in QUALITIES[self.quality].items():
@@ -169,7 +174,7 @@ class QuantizeConfig:
             object.__setattr__(self, "act_group_aware", not self.desc_act)
         if self.grid not in GRIDS:
             raise ConfigError(f"grid is {self.grid!r}; choose one of {', '.join(GRIDS)}")
-        if not 0 < self.damp_percent < 1:
+        if self.damp_percent is not None and not 0 < self.damp_percent < 1:
             raise ConfigError(f"damp_percent is {self.damp_percent}; it must lie between 0 and 1 (0.01 is usual)")
         if self.alpha is None:
             object.__setattr__(self, "alpha", 0.5 if self.method == "qep" else 0.25)

@@ -16,12 +16,12 @@ MAX_ESCALATIONS = 5
 
 @dataclass(frozen=True, eq=False)
 class HessianFactor:
-    """R with H + damp * mean(diag H) * I = R RT.
+    """R with H + D = R RT, D diagonal.
 
     Attributes:
         upper: R, (in, in), upper triangular, rows and columns in the order of the sweep.
-        damp_percent: The share of the mean diagonal that was added in the end.
-        damping: What that came to.
+        damp_percent: The mean of D, as a share of H's mean diagonal.
+        damping: The diagonal of D, (in,), in H's own order.
         escalations: How often it had to be multiplied by 10.
         dead_columns: Columns whose input was always zero: their weights do not matter, and damping alone keeps them.
     """
@@ -33,7 +33,9 @@ class HessianFactor:
     dead_columns: int
 
 
-def factorize(hessian: Tensor, permutation: Tensor, damp: float, dtype: torch.dtype) -> HessianFactor:
+def factorize(
+    hessian: Tensor, permutation: Tensor, damp: float, dtype: torch.dtype, shrink: float = 0.0
+) -> HessianFactor:
     """Return the upper factor R of the damped Hessian, columns permuted.
 
     The published U = cholesky(inv(H), upper) is inv(R); R comes from one Cholesky factorisation of the matrix flipped
@@ -42,30 +44,33 @@ def factorize(hessian: Tensor, permutation: Tensor, damp: float, dtype: torch.dt
     Args:
         hessian: H, (in, in); not modified.
         permutation: (in,) int64, the column at each position of the sweep.
-        damp: Share of mean(diag H) added to the diagonal.
+        damp: Share of m = mean(diag H) added to the diagonal.
         dtype: float32 or float64.
+        shrink: Share of sqrt(m h) added besides to every entry h of the diagonal.
 
     Raises:
         NonFiniteError: H holds NaN or infinity.
         SingularHessianError: H is not positive definite at the largest damping.
     """
-    diagonal = hessian.diagonal()
-    mean = diagonal.to(dtype).mean()
+    diagonal = hessian.diagonal().to(dtype)
+    mean = diagonal.mean()
     if not bool(torch.isfinite(mean)):
         raise NonFiniteError("the Hessian holds NaN or infinity; check the calibration activations")
     if float(mean) == 0:  # no input ever arrived: every column is dead, and the sweep comes to plain rounding
         mean = torch.ones_like(mean)
     backwards = permutation.flip(0)
     for escalations in range(MAX_ESCALATIONS + 1):
-        share = damp * ESCALATION**escalations
+        share, besides = (each * ESCALATION**escalations for each in (damp, shrink))
         damped = hessian[backwards][:, backwards].to(dtype)
-        damping = share * mean
-        damped.diagonal().add_(damping)
+        damping = share * mean + besides * (mean * diagonal.clamp(0)).sqrt()
+        damped.diagonal().add_(damping[backwards])
         with full_float32():
             lower, info = torch.linalg.cholesky_ex(damped)
         del damped
         if int(info) == 0:
             dead = int((diagonal == 0).sum())
+            if besides:
+                share = float(damping.mean() / mean)
             return HessianFactor(lower.flip(0, 1).contiguous(), share, damping, escalations, dead)
     raise SingularHessianError(
         f"the Hessian is not positive definite even with damping {share:g} of its mean diagonal; give more calibration "

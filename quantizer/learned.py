@@ -8,7 +8,7 @@ its group, code = round(t + v), t the sweep's latent in units of codes, v in [-0
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -99,8 +99,9 @@ class Learned:
     after: float
 
 
-Gradients: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-Score: TypeAlias = Callable[[Mapping[str, Tensor]], float]
+Matrices: TypeAlias = Iterable[tuple[str, Tensor]]  # each made when its turn comes: not all at once in memory
+Gradients: TypeAlias = Callable[[Matrices], Mapping[str, Tensor]]
+Score: TypeAlias = Callable[[Matrices], float]
 
 
 def learn(
@@ -112,19 +113,19 @@ def learn(
         solutions: What a sweep decided, and the latents that it rounded.
         snap: What the file can hold; None where only codes move.
         iterations: Steps, each shorter than the one before it.
-        gradients: Matrices, (out, in) float32 -> the loss's gradient with respect to each, on some samples or others.
-        score: Matrices as files hold them -> how far they are from their aim, on samples kept aside; less is better.
+        gradients: Names and matrices, (out, in) float32 -> the loss's gradients by name, on some samples or others.
+        score: The same as files hold them -> how far they are from their aim, on samples kept aside; less is better.
     """
     moving = {name: LearnedWeight(one, snap) for name, one in solutions.items()}
     best = {name: one.weight for name, one in solutions.items()}
-    before = after = score({name: weight.dequantize() for name, weight in best.items()})
+    before = after = score((name, weight.dequantize()) for name, weight in best.items())
     for step in range(iterations):
         rest = 1 - step / iterations
-        for name, gradient in gradients({name: one.value() for name, one in moving.items()}).items():
+        for name, gradient in gradients((name, one.value()) for name, one in moving.items()).items():
             moving[name].descend(gradient, rest / iterations, rest * _SCALE_STEP)
         if (iterations - 1 - step) % max(1, iterations // _CHECKS) == 0:
             stored = {name: one.stored() for name, one in moving.items()}
-            found = score({name: weight.dequantize() for name, weight in stored.items()})
+            found = score((name, weight.dequantize()) for name, weight in stored.items())
             if found < after:
                 best, after = stored, found
     return Learned(weights=best, before=before, after=after)

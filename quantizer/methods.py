@@ -34,11 +34,13 @@ class Moments:
         hessian: H, the mean of x xT, (in, in) float32.
         cross: C, the mean of (x~ - x) xT, (in, in) float32, x~ the float model's inputs; where the method needs it and
             tokens of both models can be paired.
+        tokens: How many the means are of; None where they are exact.
         prepared: What a solver wants to keep of them, such as factors, for the next weight that receives the same.
     """
 
     hessian: Tensor
     cross: Tensor | None = None
+    tokens: int | None = None
     prepared: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -51,7 +53,7 @@ class Solution:
         loss: tr(E Hd ET), E = W - Q; Hd is the damped Hessian, and W includes the correction of GPTAQ and QEP. None
             for plain rounding.
         loss_before: The same before the refinement, where there was one.
-        damp_percent: Share of mean(diag H) added to the diagonal in the end; None for plain rounding.
+        damp_percent: What was added to diag H in the end, on average, as a share of its mean; None for plain rounding.
         damp_escalations: How often damping had to grow.
         dead_columns: Columns whose inputs were always zero.
         latent: (out, in) float32, the values that were rounded: W with all that was moved onto it.

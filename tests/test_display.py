@@ -131,7 +131,7 @@ PLAIN = gptqkit.ModuleReport(
 )
 REPORT = gptqkit.QuantizationReport(
     model="model",
-    config=gptqkit.QuantizeConfig(),
+    config=gptqkit.QuantizeConfig(method="rtn"),
     samples=0,
     sequence_length=0,
     seed=0,

@@ -84,7 +84,7 @@ def test_blocks_of_gguf_are_decided_and_decoded_on_a_gpu(gpu, tmp_path):
 def checkpoint(example_model, small_text, tmp_path_factory):
     """The example model at 3 bits, asymmetric, with act-order: everything at once."""
     out = tmp_path_factory.mktemp("example") / "q"
-    config = gptqkit.QuantizeConfig(bits=3, group_size=64, sym=False, desc_act=True)
+    config = gptqkit.QuantizeConfig(method="gptq", bits=3, group_size=64, sym=False, desc_act=True)
     source = gptqkit.Calibration([small_text], samples=4, sequence_length=64)
     return gptqkit.quantize(example_model, source, out, config, run=gptqkit.Run(device="cpu")).path
 

@@ -12,6 +12,7 @@ import transformers
 
 from gptqkit import load
 from gptqkit.calibration.samples import Samples
+from gptqkit.display import quantization_summary
 from gptqkit.errors import DoesNotFitError
 from support.jobs import contents, processes
 from support.jobs import quantize as quantize_case
@@ -97,6 +98,28 @@ def test_learning_needs_little_memory_at_once(tmp_path, monkeypatch):
     assert halves.error == pytest.approx(whole.error, rel=0.05)
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_a_block_that_cannot_learn_for_want_of_memory_keeps_what_was_solved(tmp_path, monkeypatch, caplog):
+    model = build("llama")
+    quantize(model, tmp_path / "plain", samples(16), bits=2, method="gptaq", grid="minmax")
+    forward = type(model.model.layers[0]).forward
+
+    def too_large(self, hidden_states, *arguments, **named):
+        if torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return forward(self, hidden_states, *arguments, **named)
+
+    monkeypatch.setattr(type(model.model.layers[0]), "forward", too_large)
+    settings = {"bits": 2, "method": "gptaq", "grid": "minmax", "learn_iterations": 3}
+    report = quantize(model, tmp_path / "out", samples(16), **settings).report
+    assert not report.blocks
+    assert caplog.text.count("does not fit into memory with what learning needs") == 2
+    assert "not learned, for want of memory" in quantization_summary(report)
+    before, after = weights(tmp_path / "plain"), weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].dequantize(), after[name].dequantize()) for name in before)
+
+
 def test_several_processes_learn_together(job_models, tmp_path):
     for ended in processes(quantize_case, job_models, "learned", tmp_path / "out", size=2, log=tmp_path / "log"):
         assert ended.code == 0, ended.text
@@ -136,7 +159,7 @@ def divergence(path, model, ids):
 @pytest.mark.parametrize(("name", "format_"), [("llama", "gptq"), ("gpt2", "gptq_v2"), SLOW_MIXTURE])
 def test_tuned_scales_predict_more_like_the_float_model(tmp_path, name, format_):
     """Codes and zero points stay; on the samples kept aside the divergence falls, and is what the report says."""
-    model, settings = build(name), {"bits": 2, "format": format_}
+    model, settings = build(name), {"bits": 2, "format": format_, "method": "gptq"}
     quantize(model, tmp_path / "plain", samples(64), **settings)
     report = quantize(
         model, tmp_path / "tuned", samples(64), **settings, tune_epochs=2, run={"shard_size": 60000}
@@ -171,7 +194,7 @@ def test_a_job_stopped_while_scales_are_tuned_ends_in_the_same_files(tmp_path):
         if step.stage == "tune" and step.done == 3:
             raise Stop
 
-    model, settings = build("qwen2"), {"bits": 2, "tune_epochs": 1}
+    model, settings = build("qwen2"), {"bits": 2, "method": "gptq", "tune_epochs": 1}
     quantize(model, tmp_path / "whole", samples(16), **settings)
     with pytest.raises(Stop):
         quantize(model, tmp_path / "out", samples(16), **settings, progress=stop)

@@ -65,7 +65,8 @@ def measure(model, out, config, samples, length, how, log):
 
     RAM is what is neither shared nor mapped from files, beyond that of the program.
     """
-    config, run = gptqkit.QuantizeConfig(group_size=64, grid="minmax", **config), gptqkit.Run(device="cpu", **how)
+    config = gptqkit.QuantizeConfig(**{"quality": "fast", "group_size": 64, "grid": "minmax", **config})
+    run = gptqkit.Run(device="cpu", **how)
     tokens = torch.randint(512, (samples, length), generator=torch.Generator().manual_seed(1)) if samples else None
     calibration = gptqkit.Calibration(tokens, samples=max(samples, 1), sequence_length=length)
     estimate = gptqkit.plan(model, out, config, calibration=calibration, run=run)

@@ -127,6 +127,8 @@ def quantization_summary(report: QuantizationReport) -> str:
     left = 1 - report.quantized_weights / max(1, report.block_weights)
     refined = [module.refined for module in modules if module.refined is not None]
     learned = [_from_to(block.error_before, block.error) for block in report.blocks]
+    learnable = {module.layer for module in modules if module.layer is not None and report.config.learn_iterations}
+    unlearned = _names(f"block {layer}" for layer in sorted(learnable - {block.layer for block in report.blocks}))
     tuned = report.tuning and _from_to(report.tuning.divergence_before, report.tuning.divergence)
     unfit = [f"{count} ({why})" for why, count in Counter(report.left_in_float.values()).most_common(4)]
     summary = {
@@ -144,6 +146,7 @@ def quantization_summary(report: QuantizationReport) -> str:
         "left-out samples": report.excluded_samples or None,
         "refinement left": f"{sum(refined) / len(refined):.1%} of squared errors" if refined else None,
         "learned rounding": f"errors of blocks, kept aside: {', '.join(learned)}" if learned else None,
+        "not learned, for want of memory": unlearned,
         "tuned scales": f"divergence, kept aside: {tuned}" if tuned else None,
     }
     return key_values(summary | {f"perplexity on {row['dataset']}": row["perplexity"] for row in report.perplexity})

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
-from .calibration.batches import in_pieces, pieces, shuffled
+from .calibration.batches import in_pieces, out_of_memory, pieces, shuffled
 from .distributed import Processes
 from .export.formats import find_format
 from .progress import Progress, ProgressCallback
 from .quantizer.config import QuantizeConfig
-from .quantizer.learned import Learned, learn
+from .quantizer.learned import Learned, Matrices, learn
 from .quantizer.methods import Solution
 from .streams import Streams
 from .targets import matrix
+
+_LOG = logging.getLogger("gptqkit")
 
 BATCH = 2  # samples per step, of all processes
 
@@ -30,11 +34,11 @@ def learn_block(
     processes: Processes,
     config: QuantizeConfig,
     progress: ProgressCallback,
-) -> Learned:
+) -> Learned | None:
     """Learn the rounding of a block's Linears together; the block itself is left with other weights.
 
     Some samples are kept aside: what comes nearest to the float model on those counts, be it where learning
-    began.
+    began. Where memory runs out with a single sample, what was solved stays, and a warning says so: None.
 
     Args:
         layer: Number of the block, whose input the stream "hidden" holds, and whose output "float".
@@ -43,24 +47,27 @@ def learn_block(
         processes: Those that share them.
         config: Format and number of iterations.
         progress: Called once per iteration.
-
-    Raises:
-        ArchitectureError: A block through which no gradients flow.
     """
     fit, layout, steps = _Fit(layer, list(solved), streams, processes), find_format(config.format), itertools.count(1)
 
-    def gradients(values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def gradients(values: Matrices) -> Mapping[str, Tensor]:
         found = fit.gradients(values)
         progress(Progress(stage="learn", done=next(steps), total=config.learn_iterations, layer=layer))
         return found
 
-    return learn(
-        {name: one.to(processes.device) for name, one in solved.items()},
-        None if layout.snaps else layout.snap,  # scales that depend on one another stay
-        iterations=config.learn_iterations,
-        gradients=gradients,
-        score=fit.score,
-    )
+    try:
+        return learn(
+            {name: one.to(processes.device) for name, one in solved.items()},
+            None if layout.snaps else layout.snap,  # scales that depend on one another stay
+            iterations=config.learn_iterations,
+            gradients=gradients,
+            score=fit.score,
+        )
+    except RuntimeError as error:
+        if processes.size > 1 or not out_of_memory(error):  # others would wait for this one
+            raise
+    _LOG.warning("block %d does not fit into memory with what learning needs: it keeps what was solved", layer)
+    return None
 
 
 class _Fit:
@@ -76,15 +83,15 @@ class _Fit:
         rounds = (shuffled(samples, size, generator) for _ in itertools.count())
         self._draws = itertools.chain.from_iterable(rounds) if samples else itertools.repeat(samples)
 
-    def gradients(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def gradients(self, values: Matrices) -> Mapping[str, Tensor]:
         """Return the gradients of the squared distance with respect to each matrix, on the next samples."""
-        batch = next(self._draws)
-        sums, self._piece = in_pieces(partial(self._backward, values, batch), self._piece)
+        self._install(values)
+        sums, self._piece = in_pieces(partial(self._backward, next(self._draws)), self._piece)
         for each in sums.values():
             self._processes.add_up(each)
         return sums
 
-    def score(self, values: Mapping[str, Tensor]) -> float:
+    def score(self, values: Matrices) -> float:
         """Return the distance, relative to the float output, on the samples kept aside."""
         self._install(values)
         found = [self._streams.distance(self._layer, part) for part in pieces(self._aside, self._piece)]
@@ -92,25 +99,33 @@ class _Fit:
         distance, size = (sum(column) for column in zip(*self._processes.gather(own), strict=True))
         return float((distance / size) ** 0.5) if size else 0.0
 
-    def _backward(self, values: Mapping[str, Tensor], batch: range, size: int) -> dict[str, Tensor]:
-        self._install(values)
-        sums = {name: torch.zeros_like(value) for name, value in values.items()}
+    def _backward(self, batch: range, size: int) -> dict[str, Tensor]:
+        """Return the gradients of some samples, each added up as soon as it is there: not all at once in memory."""
+        sums = {name: torch.zeros_like(matrix(module), dtype=torch.float32) for name, module in self._modules.items()}
         weights = [module.weight for module in self._modules.values()]
-        with torch.enable_grad():
-            for weight in weights:
-                weight.requires_grad_()
-            try:
-                for part in pieces(batch, size):
+        hooks = []
+        try:
+            for weight, module, total in zip(weights, self._modules.values(), sums.values(), strict=True):
+                take = partial(_take, total.T if isinstance(module, Conv1D) else total)
+                hooks.append(weight.requires_grad_().register_post_accumulate_grad_hook(take))
+            for part in pieces(batch, size):
+                with torch.enable_grad():
                     distance, _ = self._streams.distance(self._layer, part)
-                    found = torch.autograd.grad(distance, weights, allow_unused=True)
-                    for (name, module), gradient in zip(self._modules.items(), found, strict=True):
-                        if gradient is not None:
-                            sums[name] += gradient.T if isinstance(module, Conv1D) else gradient
-            finally:
-                for weight in weights:
-                    weight.requires_grad_(False)
+                    if distance.requires_grad:  # else no gradient flows through this block, and nothing moves
+                        torch.autograd.backward(distance)
+        finally:
+            for hook, weight in zip(hooks, weights, strict=False):
+                hook.remove()
+                weight.requires_grad_(False)
         return sums
 
-    def _install(self, values: Mapping[str, Tensor]) -> None:
-        for name, module in self._modules.items():
-            matrix(module).copy_(values[name])
+    def _install(self, values: Matrices) -> None:
+        for name, value in values:
+            matrix(self._modules[name]).copy_(value)
+
+
+def _take(total: Tensor, weight: Parameter) -> None:
+    """Add a gradient to a sum, and give it back."""
+    if weight.grad is not None:
+        total += weight.grad
+    weight.grad = None

@@ -284,9 +284,12 @@ class Pipeline:
 
     def _learn(
         self, layer: int, found: Mapping[str, Solution], solved: dict[str, QuantizedWeight], streams: Streams
-    ) -> BlockReport:
-        """Learn the rounding of a block, and put what came of it in place."""
+    ) -> BlockReport | None:
+        """Learn the rounding of a block, and put what came of it in place; None where memory ran out."""
         learned = learn_block(layer, found, streams, self.processes, self.config, self._progress)
+        if learned is None:
+            self._install(solved)
+            return None
         moved = sum(int((new.codes.cpu() != solved[name].codes).sum()) for name, new in learned.weights.items())
         solved |= {name: weight.to("cpu") for name, weight in learned.weights.items()}
         self._install(solved)

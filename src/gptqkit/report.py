@@ -27,7 +27,7 @@ class ModuleReport:
         worse_than_rounding: Whether `error` exceeds `rounding_error`.
         refined: What the refinement after the sweep left of the solver's squared error, as a share of 4 digits; None
             without one.
-        damp_percent: Share of mean(diag H) added to the diagonal in the end.
+        damp_percent: What was added to diag H in the end, on average, as a share of its mean.
         damp_escalations: How often damping had to grow.
         dead_columns: Columns whose inputs were always zero.
         seconds: Time of the solver.

@@ -43,7 +43,7 @@ class Measured:
         if self.statistics is None:
             return None
         filled = self.statistics if self.pool is None else self.statistics.filled_up(self.pool)
-        return Moments(hessian=filled.hessian(), cross=filled.cross())
+        return Moments(hessian=filled.hessian(), cross=filled.cross(), tokens=filled.tokens)
 
 
 @dataclass(frozen=True, eq=False)

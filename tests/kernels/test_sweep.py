@@ -87,7 +87,8 @@ def test_the_solver_on_the_kernel_finds_the_same(fused, monkeypatch, order, bits
 def test_codes_equal_the_textbook_loop(fused):
     weight, inputs = correlated(33, 64, 500)
     hessian = moments(inputs)
-    config = QuantizeConfig(bits=3, group_size=16, sym=False, act_group_aware=False, block_size=32, refine_rounds=0)
+    settings = {"bits": 3, "group_size": 16, "sym": False, "act_group_aware": False, "block_size": 32}
+    config = QuantizeConfig(method="gptq", refine_rounds=0, **settings)
     solved = solve_gptq(weight, hessian, config).weight
     assert len(fused) == 2
     index = solved.group_index.long()
@@ -248,7 +249,8 @@ def test_the_gpu_finds_what_the_cpu_finds(order, bits, sym, group_size):
     """With the real library where there is one; without it this compares the torch path on both devices."""
     weight, inputs = correlated(200, 512, 4000)
     weight, hessian = weight.float(), moments(inputs).float()
-    config = QuantizeConfig(bits=bits, refine_rounds=0, sym=sym, group_size=group_size, **ORDERS[order])
+    settings = {"bits": bits, "sym": sym, "group_size": group_size}
+    config = QuantizeConfig(method="gptq", refine_rounds=0, **settings, **ORDERS[order])
     on_cpu = solve_gptq(weight, hessian, config)
     on_gpu = solve_gptq(weight.cuda(), hessian.cuda(), config)
     assert on_gpu.weight.codes.is_cuda

@@ -64,7 +64,8 @@ def test_defaults_that_depend_on_other_settings():
     assert QuantizeConfig().act_group_aware is True
     assert QuantizeConfig(desc_act=True).act_group_aware is False
     assert QuantizeConfig(method="rtn").grid == "minmax"
-    assert QuantizeConfig().grid == "mse"
+    assert QuantizeConfig().quality == "balanced"
+    assert QuantizeConfig(method="gptq").quality == "fast"
 
 
 def test_json_brings_every_setting_back():

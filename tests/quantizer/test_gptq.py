@@ -25,7 +25,8 @@ ORDERS = {
 
 
 def config(**changes):
-    return QuantizeConfig(**{"bits": 3, "group_size": 16, "sym": False, "float64": True, "refine_rounds": 0, **changes})
+    usual = {"quality": "fast", "bits": 3, "group_size": 16, "sym": False, "float64": True, "refine_rounds": 0}
+    return QuantizeConfig(**usual | changes)
 
 
 def problem(rows, columns, tokens):
@@ -316,6 +317,28 @@ def test_damping_grows_and_says_so_where_the_hessian_is_not_positive_definite():
     hessian[0, 1] = hessian[1, 0] = 1e9
     with pytest.raises(SingularHessianError, match="even with damping 1000"):
         solve_gptq(weight, hessian, config())
+
+
+@pytest.mark.parametrize("tokens", [30, 60, 100])
+def test_few_tokens_are_trusted_less(tokens):
+    """The Hessian is damped as documented; and on other tokens of the same kind, what is solved is better for it."""
+    weight, inputs = correlated(64, 96, 20_000)
+    few, others = moments(inputs[:tokens]), moments(inputs[tokens:])
+    usual, published = (
+        gptq.solve_gptq(
+            weight, Moments(hessian=few, tokens=tokens), config(bits=2, damp_percent=damp), IntegerZeroPoint(least=0)
+        )
+        for damp in (None, 0.01)
+    )
+    mean = few.diagonal().mean()
+    added = 0.01 * mean + (min(0.3, 96 / tokens / 2) - 0.01) * (mean * few.diagonal()).sqrt()
+    scale, zero = per_weight_grid(usual.weight)
+    expected = textbook_gptq(weight, few + added.diag(), permutation_of(few, config(), 96), scale, zero, 3)
+    assert torch.equal(usual.weight.codes.double(), expected)
+    assert usual.damp_percent == pytest.approx(float(added.mean() / mean))
+    assert published.damp_percent == 0.01
+    errors = [output_error(weight - each.weight.dequantize(), others) for each in (usual, published)]
+    assert errors[0] < 0.95 * errors[1]
 
 
 def test_bad_input_is_named():

@@ -70,16 +70,18 @@ def test_the_loss_falls_or_nothing_changes(settings):
     aim = weight + 0.5 * torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(4))
 
     def loss(values):
-        lost = values["only"] - aim
+        ((_, value),) = values
+        lost = value - aim
         return float(((lost @ hessian) * lost).sum())
 
     def gradients(values):
-        return {"only": 2 * (values["only"] - aim) @ hessian}
+        ((name, value),) = values
+        return {name: 2 * (value - aim) @ hessian}
 
     start = solution.weight
     learned = learn({"only": solution}, snap_of(config), iterations=100, gradients=gradients, score=loss)
-    assert learned.before == loss({"only": start.dequantize()})
-    assert learned.after == loss({"only": learned.weights["only"].dequantize()}) < 0.8 * learned.before
+    assert learned.before == loss([("only", start.dequantize())])
+    assert learned.after == loss([("only", learned.weights["only"].dequantize())]) < 0.8 * learned.before
 
     uphill = learn(
         {"only": solution},
@@ -95,7 +97,7 @@ def test_the_loss_falls_or_nothing_changes(settings):
 
 def test_a_solution_without_its_latent_is_refused():
     weight, hessian, config, _ = problem()
-    config = QuantizeConfig(bits=2, group_size=16)
+    config = QuantizeConfig(bits=2, group_size=16, method="gptq")
     solution = find_method("gptq").solve(weight, Moments(hessian=hessian), config, snap_of(config))
     with pytest.raises(ShapeError, match="latent"):
         LearnedWeight(solution, snap_of(config))

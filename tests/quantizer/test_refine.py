@@ -19,7 +19,9 @@ CASES = {
 
 def solved(case, rows=24, columns=96):
     weight, inputs = correlated(rows, columns, 800)
-    settings = QuantizeConfig(**{"group_size": 32, "float64": True, "refine_rounds": 0, **CASES[case]})
+    settings = QuantizeConfig(
+        **{"method": "gptq", "group_size": 32, "float64": True, "refine_rounds": 0, **CASES[case]}
+    )
     hessian = moments(inputs)
     return weight, damped(hessian), settings, solve_gptq(weight, hessian, settings)
 

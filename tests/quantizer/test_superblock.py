@@ -24,7 +24,7 @@ def problem(rows=12, columns=512):
 
 
 def config(kind, **settings):
-    return QuantizeConfig(type=kind, float64=True, refine_rounds=0, **settings)
+    return QuantizeConfig(type=kind, float64=True, **{"quality": "fast", "refine_rounds": 0, **settings})
 
 
 def textbook(weight, hessian, permutation, scale, offset, most):

@@ -51,7 +51,8 @@ def quantize(models, case, out, *, progress=silent, settings=None, calibration=N
             calibration = gptqkit.Calibration(texts, samples=4, sequence_length=24, concatenate=False)
         else:
             calibration = None if case == "rtn" else gptqkit.Calibration(ids, sequence_length=24)
-    config = gptqkit.QuantizeConfig(**{"bits": 3, "group_size": 32, "sym": False, **own, **(settings or {})})
+    usual = {"quality": "fast", "bits": 3, "group_size": 32, "sym": False}
+    config = gptqkit.QuantizeConfig(**usual | own | (settings or {}))
     return gptqkit.quantize(
         models / model if isinstance(models, Path) else models,
         calibration,

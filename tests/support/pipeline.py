@@ -25,7 +25,8 @@ def calibration(tokens):
 
 def quantize(model, out, tokens=None, *, run=None, progress=lambda _: None, **settings):
     """Quantize a model or a folder at small sizes; `settings` are those of the config."""
-    config = gptqkit.QuantizeConfig(**{"group_size": 32, "sym": False, **settings})
+    usual = {"quality": "fast", "damp_percent": 0.01, "group_size": 32, "sym": False}
+    config = gptqkit.QuantizeConfig(**usual | settings)
     run = gptqkit.Run(**{"device": "cpu", "batch_size": 3, **(run or {})})
     source = calibration(samples() if tokens is None else tokens)
     return gptqkit.quantize(model, source, out, config, run=run, progress=progress)
