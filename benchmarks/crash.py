@@ -33,6 +33,7 @@ SETTINGS = (
     ["--bits", "3", "--method", "gptaq", "--asym"],
     ["--bits", "2", "--method", "gptq", "--desc-act", "--activations", "disk", "--no-true-sequential"],
     ["--bits", "8", "--method", "rtn", "--format", "gptq"],
+    ["--bits", "2", "--asym", "--learn-iterations", "5"],
 )
 
 

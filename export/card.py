@@ -160,7 +160,7 @@ def _front_matter(model: object, config: Mapping[str, Any], pipeline: str, inher
 
 def _settings(report: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     size, samples, version = config["group_size"], report.get("samples"), (report.get("versions") or {}).get("gptqkit")
-    own = ("method", "desc_act", "act_group_aware", "static_groups", "damp_percent")
+    own = ("quality", "method", "desc_act", "act_group_aware", "static_groups", "damp_percent")
     rows = {
         "bits": config["bits"],
         "group size": "one group per row" if size is None else size,
