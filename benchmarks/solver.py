@@ -89,7 +89,7 @@ def measure(rows: int, columns: int, config: QuantizeConfig, device: torch.devic
         with mock.patch.object(sweep, "sweep_library", return_value=None):
             parts[IN_TORCH] = best_time(lambda: gptq.solve_gptq(weight, moments, config, layout.snap), device, repeats)
     damped, rounds = hessian.clone(), QuantizeConfig().refine_rounds
-    damped.diagonal().add_(config.damp_percent * hessian.diagonal().mean())
+    damped.diagonal().add_(gptq.DAMPING * hessian.diagonal().mean())
     parts["refinement"] = best_time(lambda: refine(solved.weight, weight, damped, layout.snap, rounds), device, repeats)
     parts["packing"] = best_time(lambda: layout.pack(solved.weight), device, repeats)
 

@@ -67,10 +67,10 @@ def factorize(
         with full_float32():
             lower, info = torch.linalg.cholesky_ex(damped)
         del damped
+        if besides:
+            share = float(damping.mean() / mean)
         if int(info) == 0:
             dead = int((diagonal == 0).sum())
-            if besides:
-                share = float(damping.mean() / mean)
             return HessianFactor(lower.flip(0, 1).contiguous(), share, damping, escalations, dead)
     raise SingularHessianError(
         f"the Hessian is not positive definite even with damping {share:g} of its mean diagonal; give more calibration "

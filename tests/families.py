@@ -273,7 +273,7 @@ def _work(kind, family, pipe):
     transformers.logging.set_verbosity_error()
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    signal.alarm(150)
+    signal.alarm(300)
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as null:
         sys.stdout = sys.stderr = null
         pipe.send(outcome(kind, family, Path(folder)))

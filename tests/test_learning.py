@@ -2,13 +2,16 @@
 
 import copy
 import json
+import os
 import weakref
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
 import transformers
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 
 from gptqkit import load
 from gptqkit.calibration.samples import Samples
@@ -124,6 +127,30 @@ def test_several_processes_learn_together(job_models, tmp_path):
     for ended in processes(quantize_case, job_models, "learned", tmp_path / "out", size=2, log=tmp_path / "log"):
         assert ended.code == 0, ended.text
     assert torch.isfinite(outputs(load(tmp_path / "out", device="cpu")[0])).all()
+
+
+def learn_without_room(models, out):
+    """Do the job of the case "learned" where the first process has no memory for backpropagation."""
+    forward = MistralDecoderLayer.forward
+
+    def too_large(self, hidden_states, *arguments, **named):
+        if torch.is_grad_enabled() and os.environ["RANK"] == "0":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return forward(self, hidden_states, *arguments, **named)
+
+    MistralDecoderLayer.forward = too_large
+    quantize_case(models, "learned", out, settings={"grid": "minmax"})
+
+
+def test_where_one_process_cannot_learn_none_does(job_models, tmp_path):
+    """The result is that of a job that learns nothing."""
+    for ended in processes(learn_without_room, job_models, tmp_path / "out", size=2, log=tmp_path / "log"):
+        assert ended.code == 0, ended.text
+    plain = partial(quantize_case, settings={"learn_iterations": 0, "grid": "minmax"})
+    for ended in processes(plain, job_models, "learned", tmp_path / "plain", size=2, log=tmp_path / "log2"):
+        assert ended.code == 0, ended.text
+    found, expected = weights(tmp_path / "out"), weights(tmp_path / "plain")
+    assert all(torch.equal(found[name].dequantize(), expected[name].dequantize()) for name in expected)
 
 
 def tune(models, out, rows):

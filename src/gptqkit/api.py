@@ -254,7 +254,7 @@ def _explained_memory() -> Iterator[None]:
             raise
         raise DoesNotFitError(
             f"out of memory with one sample per batch ({str(error).splitlines()[0]}); use --activations disk "
-            "(activations='disk') or fewer or shorter samples"
+            "(activations='disk'), --quality fast, or fewer or shorter samples"
         ) from error
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,8 +24,13 @@ from .streams import Streams
 from .targets import matrix
 
 _LOG = logging.getLogger("gptqkit")
+_Result = TypeVar("_Result")
 
 BATCH = 2  # samples per step, of all processes
+
+
+class _NoRoomError(Exception):
+    """Memory ran out with a single sample, in this process or in another."""
 
 
 def learn_block(
@@ -38,7 +44,8 @@ def learn_block(
     """Learn the rounding of a block's Linears together; the block itself is left with other weights.
 
     Some samples are kept aside: what comes nearest to the float model on those counts, be it where learning
-    began. Where memory runs out with a single sample, what was solved stays, and a warning says so: None.
+    began. Where memory runs out with a single sample in any process, what was solved stays, and a warning says so:
+    None.
 
     Args:
         layer: Number of the block, whose input the stream "hidden" holds, and whose output "float".
@@ -63,10 +70,10 @@ def learn_block(
             gradients=gradients,
             score=fit.score,
         )
-    except RuntimeError as error:
-        if processes.size > 1 or not out_of_memory(error):  # others would wait for this one
-            raise
-    _LOG.warning("block %d does not fit into memory with what learning needs: it keeps what was solved", layer)
+    except _NoRoomError:
+        pass  # and with the error, what its frames hold is given back
+    if processes.rank == 0:
+        _LOG.warning("block %d does not fit into memory with what learning needs: it keeps what was solved", layer)
     return None
 
 
@@ -85,19 +92,39 @@ class _Fit:
 
     def gradients(self, values: Matrices) -> Mapping[str, Tensor]:
         """Return the gradients of the squared distance with respect to each matrix, on the next samples."""
-        self._install(values)
-        sums, self._piece = in_pieces(partial(self._backward, next(self._draws)), self._piece)
+        batch = next(self._draws)
+        sums = self._together(partial(self._forwards_and_back, values, batch))
         for each in sums.values():
             self._processes.add_up(each)
         return sums
 
     def score(self, values: Matrices) -> float:
         """Return the distance, relative to the float output, on the samples kept aside."""
-        self._install(values)
-        found = [self._streams.distance(self._layer, part) for part in pieces(self._aside, self._piece)]
+        found = self._together(partial(self._forwards, values))
         own = [sum(float(each) for each in column) for column in zip(*found, strict=True)] or [0.0, 0.0]
         distance, size = (sum(column) for column in zip(*self._processes.gather(own), strict=True))
         return float((distance / size) ** 0.5) if size else 0.0
+
+    def _together(self, work: Callable[[], _Result]) -> _Result:
+        """Return what `work()` does; where memory runs out for it in one process, all processes stop learning."""
+        done: list[_Result] = []
+        try:
+            done.append(work())
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+        if not all(self._processes.gather(bool(done))):
+            raise _NoRoomError
+        return done[0]
+
+    def _forwards(self, values: Matrices) -> list[tuple[Tensor, Tensor]]:
+        self._install(values)
+        return [self._streams.distance(self._layer, part) for part in pieces(self._aside, self._piece)]
+
+    def _forwards_and_back(self, values: Matrices, batch: range) -> dict[str, Tensor]:
+        self._install(values)
+        sums, self._piece = in_pieces(partial(self._backward, batch), self._piece)
+        return sums
 
     def _backward(self, batch: range, size: int) -> dict[str, Tensor]:
         """Return the gradients of some samples, each added up as soon as it is there: not all at once in memory."""

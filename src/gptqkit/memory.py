@@ -8,7 +8,7 @@ Of one Linear, weight (n, k), s bytes per number of the solver (4, or 8 with flo
                  s n k (4 + p) + s k^2 (1 + p) + n k    in the sweep: W twice, Q, E, w when rounded; R, P; codes
                  9 s n k + s k^2 (2 + p)                while it is refined: also H; codes, Q, E, w as floats
     checkpoint   as the format says, to the byte
-    learning     12 n k                                 latent, its move, a sum of gradients
+    learning     16 n k                                 latent, in units of codes too; its move; a sum of gradients
 
 What the C library keeps of freed RAM does not count: some 100 MiB.
 """
@@ -102,7 +102,7 @@ class MemoryEstimate:
             if there is not None and total > there:
                 _LOG.warning(
                     f"about {size_text(total)} of {name} may be needed, and there is {size_text(there)}; if it runs "
-                    "out, use fewer or shorter samples, a smaller batch size or --activations disk"
+                    "out, use fewer or shorter samples, a smaller batch size, --activations disk or --quality fast"
                 )
 
     def to_dict(self) -> dict[str, Any]:
@@ -334,7 +334,7 @@ def _learning_bytes(
     (samples, length), (*blocks, _) = shape, parts
     kept = [6 * max((sum(target.shape) for target in part), default=0) * dtype.itemsize * length for part in blocks]
     logits = 5 * 4 * length * model.config.get_text_config().vocab_size
-    learning = 12 * max(sum(map(_weights, part)) for part in blocks) + max(kept) * min(2, samples)
+    learning = 16 * max(sum(map(_weights, part)) for part in blocks) + max(kept) * min(2, samples)
     stretched = (dtype.itemsize + 4 * (dtype.itemsize < 4)) * sum(_weights(target) for part in parts for target in part)
     tuning = 2 * _bytes(model, dtype) + stretched + (sum(kept) + logits) * min(4, samples)
     return int(max(learning * (config.learn_iterations > 0), tuning * (config.tune_epochs > 0)))

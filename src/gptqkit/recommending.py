@@ -43,7 +43,7 @@ _MEASURED = {
 }
 """KL divergence from the float model, and perplexity over its own, by bits, group size and symmetry, or by type.
 
-Of the example model on WikiText-2, by gptq as it is by default: benchmarks/results/quality.json and llamacpp.json.
+Of the example model on WikiText-2, by --quality fast: benchmarks/results/quality.json and llamacpp.json.
 """
 
 
