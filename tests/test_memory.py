@@ -108,6 +108,8 @@ def measured(folder, config, *job):
     ("name", "samples", "length", "config", "how"),
     [
         ("llama", 16, 256, {}, {}),  # its height is a forward pass
+        ("llama", 16, 256, {"quality": "balanced"}, {}),  # of two models
+        ("mixtral", 8, 64, {"quality": "balanced"}, {}),  # learning
         ("float32", 8, 32, {"method": "gptaq", "float64": True}, {}),  # the solver
         ("float32", 8, 32, {"method": "qep", "float64": True, "refine_rounds": 1}, {}),  # its refinement
         ("qwen3_moe", 8, 64, {"method": "gptaq"}, {}),  # the statistics of all experts
