@@ -42,10 +42,6 @@ from .shards import Shards, read_json, same_bits
 
 FILE = "model.gguf"
 
-_FLOATS = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", torch.bfloat16)}
-_KINDS = {kind.number: kind for kind in BLOCKS.values()}
-_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))  # of metadata, for struct
-_STRING, _ARRAY = 8, 9
 _ROWS = 2048  # of an embedding, rounded at a time
 
 
