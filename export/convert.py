@@ -17,10 +17,8 @@ from .card import write_card
 from .checkpoint import REPORT, Checkpoint, check_written, matrices, open_checkpoint, write_report
 from .files import copy_beside
 from .formats import FORMATS, LayerSpec, find_format
-from .shards import MAX_SHARD_BYTES, join_files, read_json, same_bits, write_files, write_json
+from .shards import MAX_SHARD_BYTES, check_same, read_json, same_bits, write_json, write_shards
 from .staging import staged
-
-_PART_BYTES = 1 << 30
 
 
 def convert(
@@ -83,10 +81,7 @@ def fill(
 ) -> None:
     """Write tensors into a new directory, and copy what stands beside the weights in `source`."""
     copy_beside(source, directory, leave=(".safetensors", ".safetensors.index.json", ".gguf"))
-    parts = write_files(directory / ".part", tensors, min(shard_size, _PART_BYTES))
-    join_files(parts, directory, shard_size)
-    for part in parts:
-        part.unlink()
+    write_shards(directory, tensors, shard_size)
 
 
 def _check(checkpoint: Checkpoint, format: str) -> None:
@@ -191,8 +186,7 @@ def _verify(before: Checkpoint, after: Checkpoint) -> None:
         elif not same_bits(found.dequantize(), wanted.dequantize()):
             raise CheckpointError(f"{name} reads back with other values; disk or memory is faulty")
     for name in names:
-        if not same_bits(after.tensor(name), before.tensor(name)):
-            raise CheckpointError(f"{name} reads back differently; disk or memory is faulty")
+        check_same(name, after.tensor(name), before.tensor(name))
 
 
 def _unpacked(checkpoint: Checkpoint) -> set[str]:

@@ -37,8 +37,9 @@ from .gguf_model import (
     split_name,
 )
 from .gguf_tokenizer import tokenizer_metadata
+from .modules import meta_of
 from .recipes import RECIPES, TYPES, choose_type
-from .shards import Shards, read_json, same_bits
+from .shards import Shards, check_same, read_json
 
 FILE = "model.gguf"
 
@@ -72,8 +73,15 @@ def write_model(directory: Path) -> None:
     writer.add_quantization_version(2)
     if recipe in RECIPES:
         writer.add_file_type(LlamaFileType[f"MOSTLY_{recipe}"])
+    add: dict[type, Any] = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
     for key, value in values.items():
-        _add(writer, key, value)
+        add[type(value)](key, value)
     if factors is not None:
         writer.add_tensor_info("rope_freqs.weight", factors.shape, np.dtype(np.float32), factors.nbytes)
     for name, each in ready.items():
@@ -205,21 +213,7 @@ def _check(file: Path, tensors: Shards, sources: Mapping[str, list[str]], recipe
         wanted = tensors.get(name).to(read.dtype)
         if found.architecture.shift and "norm" in module:
             wanted = wanted + found.architecture.shift - found.architecture.shift
-        if not same_bits(read, wanted):
-            raise CheckpointError(f"{name} in {file} reads back differently; disk or memory is faulty")
-
-
-def _add(writer: Any, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
+        check_same(f"{name} in {file}", read, wanted)
 
 
 def choose(config: QuantizeConfig, name: str, columns: int, model_config: Mapping[str, Any]) -> QuantizeConfig:
@@ -289,8 +283,7 @@ def _write_config(config: QuantizeConfig, layers: Mapping[str, LayerSpec], matri
     """Return the quantization config of a folder with a GGUF file, which says everything itself."""
     common = {name: getattr(config, name) for name in ("type", "bits", "sym")}
     size = -1 if config.group_size is None else config.group_size
-    meta = {"quantizer": [f"gptqkit:{__version__}"], "gptqkit": config.to_dict()}
-    return {"quant_method": "gguf", **common, "group_size": size, "meta": meta}
+    return {"quant_method": "gguf", **common, "group_size": size, "meta": meta_of(config)}
 
 
 def _read_config(values: Mapping[str, Any], where: str) -> Declared:

@@ -93,8 +93,7 @@ def write_config(config: QuantizeConfig, layers: Mapping[str, LayerSpec], matric
     changed: dict[tuple[int, int], list[str]] = defaultdict(list)
     for name, layer in layers.items():
         if (layer.bits, layer.group_size) != (config.bits, config.group_size or layer.in_features):
-            size = -1 if layer.group_size == layer.in_features else layer.group_size
-            changed[layer.bits, size].append(name)
+            changed[layer.bits, layer.declared_group].append(name)
     for (bits, size), names in changed.items():
         for pattern in patterns_of(CHANGED, names, [*layers, *skipped]):
             dynamic[pattern] = {"bits": bits, "group_size": size}

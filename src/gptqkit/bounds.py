@@ -78,15 +78,11 @@ def _bounded(described: Path, tensors: Shards) -> Iterator[None]:
 
         return account
 
-    hooks = [
+    with (
         register_module_parameter_registration_hook(made("weights")),
         register_module_buffer_registration_hook(made("buffered")),
-    ]
-    try:
+    ):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _check_config(file: Path, tensors: int | None) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,18 +79,14 @@ def _differs(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 def _outputs(block: nn.Module, names: Sequence[str], run: Callable[[nn.Module], Tensor]) -> Mapping[str, Tensor]:
     """Return what the first call of each of some modules gives, in the order of the calls."""
     outputs: dict[str, Tensor] = {}
-    hooks = []
-    for name in names:
 
-        def record(_: nn.Module, __: Any, output: Tensor, name: str = name) -> None:
-            outputs.setdefault(name, output)
+    def record(name: str, _: nn.Module, __: Any, output: Tensor) -> None:
+        outputs.setdefault(name, output)
 
-        hooks.append(block.get_submodule(name).register_forward_hook(record))
-    try:
+    with ExitStack() as hooks:
+        for name in names:
+            hooks.callback(block.get_submodule(name).register_forward_hook(partial(record, name)).remove)
         run(block)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return outputs
 
 
