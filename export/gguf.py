@@ -38,7 +38,7 @@ from .gguf_model import (
 )
 from .gguf_tokenizer import tokenizer_metadata
 from .modules import meta_of
-from .recipes import RECIPES, TYPES, choose_type
+from .recipes import RECIPES, TYPES, choose_type, grid_settings
 from .shards import Shards, check_same, read_json
 
 FILE = "model.gguf"
@@ -118,16 +118,14 @@ class _Stored:
             raise ConversionError(
                 f"{self._module} and others that GGUF stacks differ in shape or type: quantize them alike"
             )
-        self._kind, self._rounded = BLOCKS.get(suffix), False
-        columns = meta.shape[-1]
-        if self._kind is None:
-            self._kind = _outer_kind(self._module, meta, recipe, tied="lm_head.weight" not in tensors.where)
-            self._rounded = self._kind is not None
+        tied, columns, self._rounded = "lm_head.weight" not in tensors.where, meta.shape[-1], suffix not in BLOCKS
+        self._kind = BLOCKS.get(suffix) or _outer_kind(self._module, meta, recipe, tied=tied)
         if self._kind is None:
             self._dtype = meta.dtype if meta.dim() == 2 and "gate_inp" not in str(sources) else torch.float32
-            if self._dtype not in (each for each in FLOATS.values()):
+            numbers = {dtype: number for number, dtype in FLOATS.items()}
+            if self._dtype not in numbers:
                 raise ConversionError(f"{sources[0]} is {self._dtype}, which is not written as GGUF here")
-            self.number = next(number for number, dtype in FLOATS.items() if dtype == self._dtype)
+            self.number = numbers[self._dtype]
             width = columns * self._dtype.itemsize
         else:
             self.number = self._kind.number
@@ -141,12 +139,11 @@ class _Stored:
         """Return the bytes, rows in the order of llama.cpp, uint8."""
         parts = [self._tensors.get(name) for name in self._sources]
         whole = torch.stack(parts) if len(parts) > 1 else parts[0]
-        if self._rounded and self._kind is not None:
+        if self._kind is None:
+            shift = architecture.shift if "norm" in self._module else 0
+            whole = (whole + shift if shift else whole).to(self._dtype)
+        elif self._rounded:
             whole = rounded(whole, self._kind)
-        elif self._kind is None:
-            whole = (whole + architecture.shift if architecture.shift and "norm" in self._module else whole).to(
-                self._dtype
-            )
         last = self._module.rpartition(".")[2]
         heads, shared = self._config["num_attention_heads"], self._config.get("num_key_value_heads")
         if architecture.rotated and last in ("q_proj", "k_proj"):
@@ -267,8 +264,7 @@ def _spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> Layer
             "needed: fetch the file again"
         )
     columns = blocks.shape[1] // kind.size * kind.columns
-    own: dict[str, Any] = {"bits": kind.bits, "group_size": kind.group_size, "sym": kind.sym, "type": key}
-    return LayerSpec(in_features=columns, out_features=blocks.shape[0], act_order=False, **own)
+    return LayerSpec(in_features=columns, out_features=blocks.shape[0], act_order=False, type=key, **grid_settings(key))
 
 
 def _unpack(name: str, tensors: Mapping[str, Tensor], spec: LayerSpec) -> QuantizedWeight:  # noqa: ARG001
@@ -282,8 +278,7 @@ def _unpack(name: str, tensors: Mapping[str, Tensor], spec: LayerSpec) -> Quanti
 def _write_config(config: QuantizeConfig, layers: Mapping[str, LayerSpec], matrices: Sequence[str]) -> dict[str, Any]:  # noqa: ARG001
     """Return the quantization config of a folder with a GGUF file, which says everything itself."""
     common = {name: getattr(config, name) for name in ("type", "bits", "sym")}
-    size = -1 if config.group_size is None else config.group_size
-    return {"quant_method": "gguf", **common, "group_size": size, "meta": meta_of(config)}
+    return {"quant_method": "gguf", **common, "group_size": config.group_size or -1, "meta": meta_of(config)}
 
 
 def _read_config(values: Mapping[str, Any], where: str) -> Declared:

@@ -75,7 +75,7 @@ def write_config(config: QuantizeConfig, layers: Mapping[str, LayerSpec], matric
     values: dict[str, Any] = {
         "quant_method": "gptq",
         "bits": config.bits,
-        "group_size": -1 if config.group_size is None else config.group_size,
+        "group_size": config.group_size or -1,
         "desc_act": any(layer.act_order for layer in layers.values()),
         "sym": config.sym and all(layer.sym for layer in layers.values()),
         "lm_head": any(map(outside_blocks, layers)),

@@ -59,9 +59,9 @@ def check_block(
             f"block {layer} cannot run on its quantized layers ({type(cause).__name__}: {cause}); leave what is at "
             "fault in floating point with an override, and report this model"
         ) from error
-    if _differs(found, expected, dtype):
+    if differs(found, expected, dtype):
         ours, theirs = (_outputs(each, names, run) for each in (packed, block))
-        first = next((name for name in theirs if name not in ours or _differs(ours[name], theirs[name], dtype)), None)
+        first = next((name for name in theirs if name not in ours or differs(ours[name], theirs[name], dtype)), None)
         raise CheckpointError(
             f"block {layer} computes something else on its quantized layers than in the pipeline"
             + (f", first in {first}" if first is not None else "")
@@ -69,7 +69,8 @@ def check_block(
         )
 
 
-def _differs(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+def differs(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether outputs differ by more than `TOLERANCE` allows for activations of this dtype, or are not finite."""
     if found.shape != expected.shape:
         return True
     distance, size = (found - expected).double().norm(), expected.double().norm()
