@@ -114,7 +114,7 @@ def write_config(config: QuantizeConfig, layers: Mapping[str, LayerSpec], matric
     return {
         "quant_method": "awq",
         "bits": _BITS,
-        "group_size": -1 if config.group_size is None else config.group_size,
+        "group_size": config.group_size or -1,
         "zero_point": True,
         "version": "gemm",
         "format": "gemm",

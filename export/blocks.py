@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import ConversionError
 from ..quantizer.quantized import QuantizedWeight
 from ..quantizer.superblock import Float16Offset, TwoLevel
-from .recipes import GRIDS
+from .recipes import grid_settings
 
 _ROWS = 4096  # encoded at a time
 
@@ -76,13 +76,7 @@ _SNAPS = {
 }
 BLOCKS = {
     name: BlockType(
-        name=name,
-        number=number,
-        bits=GRIDS[name][0],
-        group_size=GRIDS[name][1],
-        sym=GRIDS[name][2],
-        fields=fields,
-        snap=_SNAPS.get(name, Float16Offset()),
+        name=name, number=number, fields=fields, snap=_SNAPS.get(name, Float16Offset()), **grid_settings(name)
     )
     for name, (number, fields) in _FIELDS.items()
 }
@@ -178,11 +172,10 @@ def exact_forms(weight: QuantizedWeight) -> Iterator[tuple[BlockType, QuantizedW
 def _encode_grids(kind: BlockType, scale: Tensor, offset: Tensor) -> dict[str, Tensor] | None:
     """Return d, m and scales of blocks from the scales and offsets of their groups, (blocks, groups)."""
     if not isinstance(kind.snap, TwoLevel):
-        found = {"d": scale.half()} if kind.sym else {"d": scale.half(), "m": offset.half()}
-        exact = all(
-            torch.equal(found[name].float(), each) for name, each in (("d", scale), ("m", offset)) if name in found
-        )
-        return {name: each.contiguous().view(torch.uint8) for name, each in found.items()} if exact else None
+        grids = {"d": scale} if kind.sym else {"d": scale, "m": offset}
+        if not all(torch.equal(each.half().float(), each) for each in grids.values()):
+            return None
+        return {name: each.half().contiguous().view(torch.uint8) for name, each in grids.items()}
     scales = _factors(scale, *kind.snap.scales)
     offsets = None if kind.sym else _factors(-offset, 0, kind.snap.offsets)
     if scales is None or (offsets is None and not kind.sym):

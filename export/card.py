@@ -57,6 +57,9 @@ _PACKAGES = {
 def write_card(directory: Path, source: Path) -> None:
     """Write README.md of a finished checkpoint from the report and the files in its directory.
 
+    Front matter, settings, what stayed in floating point, perplexity, errors, and how to load it. What the report does
+    not say is left out, but for "config", the settings, which must be there.
+
     Args:
         directory: The checkpoint.
         source: The folder whose README.md says the license and the language: of the float model, or of the same
@@ -65,13 +68,19 @@ def write_card(directory: Path, source: Path) -> None:
     Raises:
         CheckpointError: The checkpoint is damaged.
     """
-    card = model_card(
-        read_json(directory / REPORT),
-        inspect(directory),
-        pipeline_tag(directory),
-        inherited=_inherited(source / "README.md"),
-        picture=HEAT_MAP if (directory / HEAT_MAP).exists() else None,
-    )
+    report, summary, pipeline = read_json(directory / REPORT), inspect(directory), pipeline_tag(directory)
+    model, config = report.get("model"), report["config"]
+    kind = f"{config.get('type') or str(config['bits']) + '-bit'} {_family(config).upper()}"
+    sections = [
+        _front_matter(model, config, pipeline, _inherited(source / "README.md")),
+        f"# {str(model).rsplit('/', 1)[-1]}, {kind}" if model else f"# {kind} checkpoint",
+        _settings(report, config),
+        _floats(summary, report.get("left_in_float") or {}),
+        _perplexity(report.get("perplexity") or []),
+        _errors(report.get("modules") or [], picture=(directory / HEAT_MAP).exists()),
+        _loading(summary, _family(config), pipeline),
+    ]
+    card = "\n\n".join(section for section in sections if section) + "\n"
     (directory / "README.md").write_text(card, encoding="utf-8", newline="\n")
 
 
@@ -88,38 +97,6 @@ def pipeline_tag(directory: Path) -> str:
     if "vision_config" in config:
         return "image-text-to-text"
     return "text2text-generation" if config.get("is_encoder_decoder") is True else "text-generation"
-
-
-def model_card(
-    report: Mapping[str, Any],
-    summary: CheckpointSummary,
-    pipeline: str,
-    *,
-    inherited: Mapping[str, Any],
-    picture: str | None,
-) -> str:
-    """Return README.md: front matter, settings, what stayed in floating point, perplexity, errors, how to load it.
-
-    Args:
-        report: The quantization report, as written to quantization_report.json. Keys that are missing are left out, but
-            for "config", the settings, which must be there.
-        summary: What `inspect` says of the checkpoint.
-        pipeline: What the model is for; see `pipeline_tag`.
-        inherited: Front matter that stays that of the float model.
-        picture: Name of the file with the heat map of errors, where there is one.
-    """
-    model, config = report.get("model"), report["config"]
-    kind = f"{config.get('type') or str(config['bits']) + '-bit'} {_family(config).upper()}"
-    sections = [
-        _front_matter(model, config, pipeline, inherited),
-        f"# {str(model).rsplit('/', 1)[-1]}, {kind}" if model else f"# {kind} checkpoint",
-        _settings(report, config),
-        _floats(summary, report.get("left_in_float") or {}),
-        _perplexity(report.get("perplexity") or []),
-        _errors(report.get("modules") or [], picture),
-        _loading(summary, _family(config), pipeline),
-    ]
-    return "\n\n".join(section for section in sections if section) + "\n"
 
 
 def _family(config: Mapping[str, Any]) -> str:
@@ -207,7 +184,7 @@ def _perplexity(measured: Sequence[Mapping[str, Any]]) -> str:
     return f"## Perplexity\n\n{note}\n\n" + _table(titles, rows)
 
 
-def _errors(modules: Sequence[Mapping[str, Any]], picture: str | None) -> str:
+def _errors(modules: Sequence[Mapping[str, Any]], *, picture: bool) -> str:
     """Return the mean and the largest error, and a picture; quantization_report.json has all of them."""
     known = [module for module in modules if module.get("error") is not None]
     if not known:
@@ -221,7 +198,7 @@ def _errors(modules: Sequence[Mapping[str, Any]], picture: str | None) -> str:
     )
     flagged = [f"`{module['name']}`" for module in known if module.get("worse_than_rounding")]
     text += f" Worse than plain rounding: {some(flagged)}." if flagged else ""
-    return text + (f"\n\n![Errors of modules and blocks against plain rounding]({picture})" if picture else "")
+    return text + (f"\n\n![Errors of modules and blocks against plain rounding]({HEAT_MAP})" if picture else "")
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

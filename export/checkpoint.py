@@ -21,7 +21,7 @@ from ..hub import Remote, fetch
 from ..quantizer.quantized import QuantizedWeight
 from .files import check_folder
 from .formats import Declared, Format, LayerSpec, declared_format, find_format
-from .shards import Shards, read_json, same_bits, some, write_json
+from .shards import Shards, check_same, read_json, some, write_json
 
 REPORT = "quantization_report.json"
 _TIMES = ("seconds", "tokens_per_second")  # equal jobs write equal files
@@ -160,8 +160,7 @@ def part_of_checkpoint(
 def check_written(name: str, written: QuantizedWeight, solved: QuantizedWeight) -> None:
     """Raise CheckpointError where a weight that was read back is not, bit for bit, what was to be written."""
     for part in ("codes", "scale", "offset", "group_index"):
-        if not same_bits(getattr(written, part), getattr(solved, part)):
-            raise CheckpointError(f"the {part} of {name} reads back differently; disk or memory is faulty")
+        check_same(f"the {part} of {name}", getattr(written, part), getattr(solved, part))
 
 
 def write_configs(

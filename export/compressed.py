@@ -287,7 +287,6 @@ def _from_stream(words: Tensor, bits: int, count: int) -> Tensor:
 FORMAT = Format(
     suffixes=("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
     snap=IntegerZeroPoint(),
-    check=lambda spec: None,  # noqa: ARG005
     nbytes=_nbytes,
     pack=pack_layer,
     spec=layer_spec,

@@ -17,17 +17,15 @@ from .card import write_card
 from .checkpoint import REPORT, Checkpoint, check_written, matrices, open_checkpoint, write_report
 from .files import copy_beside
 from .formats import FORMATS, LayerSpec, find_format
-from .shards import MAX_SHARD_BYTES, join_files, read_json, same_bits, write_files, write_json
+from .shards import MAX_SHARD_BYTES, check_same, read_json, same_bits, write_json, write_shards
 from .staging import staged
-
-_PART_BYTES = 1 << 30
 
 
 def convert(
     source: Path | str,
     target: Path | str,
     *,
-    format: str,  # noqa: A002
+    format: str,
     overwrite: bool = False,
     revision: str | None = None,
     shard_size: int = MAX_SHARD_BYTES,
@@ -62,7 +60,7 @@ def convert(
     layers: dict[str, LayerSpec] = {}
     with staged(target, overwrite=overwrite) as directory:
         fill(directory, source, _tensors(checkpoint, format, layers), shard_size)
-        _write_json(checkpoint, directory, format, layers)
+        write_quantization_config(directory, _quantization_config(checkpoint, directory, format, layers), format)
         _verify(checkpoint, open_checkpoint(directory))
         finish = find_format(format).finish
         if finish is not None:
@@ -83,13 +81,10 @@ def fill(
 ) -> None:
     """Write tensors into a new directory, and copy what stands beside the weights in `source`."""
     copy_beside(source, directory, leave=(".safetensors", ".safetensors.index.json", ".gguf"))
-    parts = write_files(directory / ".part", tensors, min(shard_size, _PART_BYTES))
-    join_files(parts, directory, shard_size)
-    for part in parts:
-        part.unlink()
+    write_shards(directory, tensors, shard_size)
 
 
-def _check(checkpoint: Checkpoint, format: str) -> None:  # noqa: A002
+def _check(checkpoint: Checkpoint, format: str) -> None:
     """Raise ConversionError where shapes and settings alone show that the format cannot hold a layer."""
     layout, declared = find_format(format), checkpoint.declared
     for name in checkpoint.other_names:
@@ -109,11 +104,7 @@ def _check(checkpoint: Checkpoint, format: str) -> None:  # noqa: A002
             )
 
 
-def _tensors(
-    checkpoint: Checkpoint,
-    format: str,  # noqa: A002
-    layers: dict[str, LayerSpec],
-) -> Iterator[tuple[str, Tensor]]:
+def _tensors(checkpoint: Checkpoint, format: str, layers: dict[str, LayerSpec]) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors in the order of the files, those of layers as `format` packs them; enter what these are."""
     packed: set[str] = set()
     others = set(checkpoint.other_names)
@@ -133,18 +124,7 @@ def _tensors(
             yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in tensors.items())
 
 
-def _write_json(
-    checkpoint: Checkpoint,
-    directory: Path,
-    format: str,  # noqa: A002
-    layers: Mapping[str, LayerSpec],
-) -> None:
-    """Let every config say what the new files are; what the source says beside that stays."""
-    report = read_json(directory / REPORT) if (directory / REPORT).exists() else {}
-    write_quantization_config(directory, _quantization_config(checkpoint, report, format, layers), format)
-
-
-def write_quantization_config(directory: Path, values: Mapping[str, Any], format: str) -> None:  # noqa: A002
+def write_quantization_config(directory: Path, values: Mapping[str, Any], format: str) -> None:
     """Write the quantization config where the directory has one, in config.json or beside it; else in config.json."""
     # AutoGPTQ would look for the file of that name; the new one has another.
     values = {key: value for key, value in values.items() if key != "model_file_base_name"}
@@ -158,7 +138,7 @@ def write_quantization_config(directory: Path, values: Mapping[str, Any], format
         write_json(beside, values)
 
 
-def update_report(directory: Path, source: Path, format: str) -> None:  # noqa: A002
+def update_report(directory: Path, source: Path, format: str) -> None:
     """Let report and model card name the new format."""
     report = read_json(directory / REPORT)
     try:
@@ -170,13 +150,12 @@ def update_report(directory: Path, source: Path, format: str) -> None:  # noqa: 
 
 
 def _quantization_config(
-    checkpoint: Checkpoint,
-    report: Mapping[str, Any],
-    format: str,  # noqa: A002
-    layers: Mapping[str, LayerSpec],
+    checkpoint: Checkpoint, directory: Path, format: str, layers: Mapping[str, LayerSpec]
 ) -> dict[str, Any]:
+    """Return what the config is to say of the new files in `directory`; what the source says beside that stays."""
     before, declared = checkpoint.quantization_config, checkpoint.declared
     meta = before["meta"] if isinstance(before.get("meta"), dict) else {}
+    report = read_json(directory / REPORT) if (directory / REPORT).exists() else {}
     asked = meta.get("gptqkit") or report.get("config")  # of us; files of other programs only say what they are
     config = QuantizeConfig(bits=declared.bits, group_size=declared.group_size, sym=declared.sym)
     if isinstance(asked, dict):
@@ -207,8 +186,7 @@ def _verify(before: Checkpoint, after: Checkpoint) -> None:
         elif not same_bits(found.dequantize(), wanted.dequantize()):
             raise CheckpointError(f"{name} reads back with other values; disk or memory is faulty")
     for name in names:
-        if not same_bits(after.tensor(name), before.tensor(name)):
-            raise CheckpointError(f"{name} reads back differently; disk or memory is faulty")
+        check_same(name, after.tensor(name), before.tensor(name))
 
 
 def _unpacked(checkpoint: Checkpoint) -> set[str]:

@@ -94,7 +94,7 @@ class _Case:
             self.damage.append(Damage(what=what, layers=len(layers), example=layers[0], repair=repair))
 
 
-def doctor(checkpoint: Path | str, out: Path | str | None = None, *, format: str | None = None) -> Diagnosis:  # noqa: A002
+def doctor(checkpoint: Path | str, out: Path | str | None = None, *, format: str | None = None) -> Diagnosis:
     """Return the known damage of a checkpoint, a directory or an id on the Hub, and write a repaired one.
 
     Recognised are, in GPTQ's formats, zero points of another version than declared, 3-bit zeros of GPTQModel before 7.0
@@ -125,7 +125,7 @@ def doctor(checkpoint: Path | str, out: Path | str | None = None, *, format: str
     return Diagnosis(damage=tuple(case.damage), notes=tuple(case.notes), written=written)
 
 
-def _examine(path: Path, format: str | None = None) -> _Case:  # noqa: A002
+def _examine(path: Path, format: str | None = None) -> _Case:
     check_folder(path)
     model_config = read_json(path / "config.json")
     values = read_quantization_config(path, model_config)
@@ -157,7 +157,7 @@ def _examine(path: Path, format: str | None = None) -> _Case:  # noqa: A002
     return case
 
 
-def _judge_zero_points(case: _Case, format: str | None, missing: Sequence[str]) -> None:  # noqa: A002
+def _judge_zero_points(case: _Case, format: str | None, missing: Sequence[str]) -> None:
     """Find out which version symmetric layers are of, and choose the one to write."""
     layers, get = case.opened.layers, case.opened.tensor
     kinds = {name: kind_of_zeros(get(f"{name}.qzeros"), spec.bits) for name, spec in layers.items() if spec.sym}

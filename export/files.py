@@ -52,7 +52,9 @@ def check_folder(folder: Path) -> None:
             check_file(entry, folder)
 
 
-def copy_beside(source: Path, target: Path, *, leave: tuple[str, ...], folders: bool = True) -> None:
+def copy_beside(
+    source: Path, target: Path, *, leave: tuple[str, ...], folders: bool = True, home: Path | None = None
+) -> None:
     """Copy what belongs to a model beside its weights and is not there yet.
 
     Never copied are pickles, hidden files, linked folders, and code in folders. CheckpointError as `check_file`.
@@ -63,24 +65,17 @@ def copy_beside(source: Path, target: Path, *, leave: tuple[str, ...], folders: 
         leave: Endings of names in `source` itself that are left out.
         folders: Copy all folders; else only those that hold a config.json, such as 1_Pooling of a sentence-embedding
             model.
+        home: The model's folder, where `source` is one inside it.
     """
+    home = home or source
     for entry in _visible(source):
         there = target / entry.name
         if not entry.is_dir():
             if not entry.name.endswith((*PICKLES, *leave)) and not there.exists():
-                shutil.copyfile(check_file(entry, source), there)
+                shutil.copyfile(check_file(entry, home), there)
         elif not entry.is_symlink() and (folders or (entry / "config.json").exists()):
-            _copy_folder(entry, there, source)
-
-
-def _copy_folder(folder: Path, target: Path, source: Path) -> None:
-    target.mkdir(exist_ok=True)
-    for entry in _visible(folder):
-        if not entry.is_dir():
-            if not entry.name.endswith((*PICKLES, ".py")):
-                shutil.copyfile(check_file(entry, source), target / entry.name)
-        elif not entry.is_symlink():
-            _copy_folder(entry, target / entry.name, source)
+            there.mkdir(exist_ok=True)
+            copy_beside(entry, there, leave=(".py",), home=home)
 
 
 def _visible(folder: Path) -> Iterator[Path]:

@@ -120,6 +120,11 @@ class LayerSpec:
         """Groups of a row."""
         return -(-self.in_features // self.group_size)
 
+    @property
+    def declared_group(self) -> int:
+        """Columns per group as files declare them: -1 for whole rows."""
+        return -1 if self.group_size == self.in_features else self.group_size
+
     @classmethod
     def of(cls, weight: QuantizedWeight) -> LayerSpec:
         """Return that of a weight that is about to be written."""
@@ -160,17 +165,17 @@ class Format:
 
     suffixes: Sequence[str]
     snap: Snap
-    check: Callable[[LayerSpec], None]
     nbytes: Callable[[LayerSpec], int]
     pack: Callable[[QuantizedWeight], dict[str, Tensor]]
     spec: Callable[[str, Mapping[str, Tensor], Declared], LayerSpec]
     unpack: Callable[[str, Mapping[str, Tensor], LayerSpec], QuantizedWeight]
     write_config: Callable[[Any, Mapping[str, LayerSpec], Sequence[str]], dict[str, Any]]
     read_config: Callable[[Mapping[str, Any], str], Declared]
+    check: Callable[[LayerSpec], None] = lambda _: None
     uniform: bool = False
     snaps: Mapping[str, Snap] = field(default_factory=dict)
     choose: Callable[[Any, str, int, Mapping[str, Any]], Any] | None = None
-    accept: Callable[[Mapping[str, Any], Any, Iterable[str]], None] | None = None
+    accept: Callable[[Mapping[str, Any], Any, Iterable[str]], None] = lambda *_: None
     finish: Callable[[Path], None] | None = None
     float_nbytes: Callable[[str, Tensor, str | None, bool], int] | None = None
 

@@ -37,15 +37,12 @@ from .gguf_model import (
     split_name,
 )
 from .gguf_tokenizer import tokenizer_metadata
-from .recipes import RECIPES, TYPES, choose_type
-from .shards import Shards, read_json, same_bits
+from .modules import meta_of
+from .recipes import RECIPES, TYPES, choose_type, grid_settings
+from .shards import Shards, check_same, read_json
 
 FILE = "model.gguf"
 
-_FLOATS = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", torch.bfloat16)}
-_KINDS = {kind.number: kind for kind in BLOCKS.values()}
-_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))  # of metadata, for struct
-_STRING, _ARRAY = 8, 9
 _ROWS = 2048  # of an embedding, rounded at a time
 
 
@@ -76,8 +73,15 @@ def write_model(directory: Path) -> None:
     writer.add_quantization_version(2)
     if recipe in RECIPES:
         writer.add_file_type(LlamaFileType[f"MOSTLY_{recipe}"])
+    add: dict[type, Any] = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
     for key, value in values.items():
-        _add(writer, key, value)
+        add[type(value)](key, value)
     if factors is not None:
         writer.add_tensor_info("rope_freqs.weight", factors.shape, np.dtype(np.float32), factors.nbytes)
     for name, each in ready.items():
@@ -114,16 +118,14 @@ class _Stored:
             raise ConversionError(
                 f"{self._module} and others that GGUF stacks differ in shape or type: quantize them alike"
             )
-        self._kind, self._rounded = BLOCKS.get(suffix), False
-        columns = meta.shape[-1]
-        if self._kind is None:
-            self._kind = _outer_kind(self._module, meta, recipe, tied="lm_head.weight" not in tensors.where)
-            self._rounded = self._kind is not None
+        tied, columns, self._rounded = "lm_head.weight" not in tensors.where, meta.shape[-1], suffix not in BLOCKS
+        self._kind = BLOCKS.get(suffix) or _outer_kind(self._module, meta, recipe, tied=tied)
         if self._kind is None:
             self._dtype = meta.dtype if meta.dim() == 2 and "gate_inp" not in str(sources) else torch.float32
-            if self._dtype not in (each for each in FLOATS.values()):
+            numbers = {dtype: number for number, dtype in FLOATS.items()}
+            if self._dtype not in numbers:
                 raise ConversionError(f"{sources[0]} is {self._dtype}, which is not written as GGUF here")
-            self.number = next(number for number, dtype in FLOATS.items() if dtype == self._dtype)
+            self.number = numbers[self._dtype]
             width = columns * self._dtype.itemsize
         else:
             self.number = self._kind.number
@@ -137,12 +139,11 @@ class _Stored:
         """Return the bytes, rows in the order of llama.cpp, uint8."""
         parts = [self._tensors.get(name) for name in self._sources]
         whole = torch.stack(parts) if len(parts) > 1 else parts[0]
-        if self._rounded and self._kind is not None:
+        if self._kind is None:
+            shift = architecture.shift if "norm" in self._module else 0
+            whole = (whole + shift if shift else whole).to(self._dtype)
+        elif self._rounded:
             whole = rounded(whole, self._kind)
-        elif self._kind is None:
-            whole = (whole + architecture.shift if architecture.shift and "norm" in self._module else whole).to(
-                self._dtype
-            )
         last = self._module.rpartition(".")[2]
         heads, shared = self._config["num_attention_heads"], self._config.get("num_key_value_heads")
         if architecture.rotated and last in ("q_proj", "k_proj"):
@@ -209,21 +210,7 @@ def _check(file: Path, tensors: Shards, sources: Mapping[str, list[str]], recipe
         wanted = tensors.get(name).to(read.dtype)
         if found.architecture.shift and "norm" in module:
             wanted = wanted + found.architecture.shift - found.architecture.shift
-        if not same_bits(read, wanted):
-            raise CheckpointError(f"{name} in {file} reads back differently; disk or memory is faulty")
-
-
-def _add(writer: Any, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
+        check_same(f"{name} in {file}", read, wanted)
 
 
 def choose(config: QuantizeConfig, name: str, columns: int, model_config: Mapping[str, Any]) -> QuantizeConfig:
@@ -277,8 +264,7 @@ def _spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> Layer
             "needed: fetch the file again"
         )
     columns = blocks.shape[1] // kind.size * kind.columns
-    own: dict[str, Any] = {"bits": kind.bits, "group_size": kind.group_size, "sym": kind.sym, "type": key}
-    return LayerSpec(in_features=columns, out_features=blocks.shape[0], act_order=False, **own)
+    return LayerSpec(in_features=columns, out_features=blocks.shape[0], act_order=False, type=key, **grid_settings(key))
 
 
 def _unpack(name: str, tensors: Mapping[str, Tensor], spec: LayerSpec) -> QuantizedWeight:  # noqa: ARG001
@@ -292,9 +278,7 @@ def _unpack(name: str, tensors: Mapping[str, Tensor], spec: LayerSpec) -> Quanti
 def _write_config(config: QuantizeConfig, layers: Mapping[str, LayerSpec], matrices: Sequence[str]) -> dict[str, Any]:  # noqa: ARG001
     """Return the quantization config of a folder with a GGUF file, which says everything itself."""
     common = {name: getattr(config, name) for name in ("type", "bits", "sym")}
-    size = -1 if config.group_size is None else config.group_size
-    meta = {"quantizer": [f"gptqkit:{__version__}"], "gptqkit": config.to_dict()}
-    return {"quant_method": "gguf", **common, "group_size": size, "meta": meta}
+    return {"quant_method": "gguf", **common, "group_size": config.group_size or -1, "meta": meta_of(config)}
 
 
 def _read_config(values: Mapping[str, Any], where: str) -> Declared:

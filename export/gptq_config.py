@@ -75,7 +75,7 @@ def write_config(config: QuantizeConfig, layers: Mapping[str, LayerSpec], matric
     values: dict[str, Any] = {
         "quant_method": "gptq",
         "bits": config.bits,
-        "group_size": -1 if config.group_size is None else config.group_size,
+        "group_size": config.group_size or -1,
         "desc_act": any(layer.act_order for layer in layers.values()),
         "sym": config.sym and all(layer.sym for layer in layers.values()),
         "lm_head": any(map(outside_blocks, layers)),
@@ -93,8 +93,7 @@ def write_config(config: QuantizeConfig, layers: Mapping[str, LayerSpec], matric
     changed: dict[tuple[int, int], list[str]] = defaultdict(list)
     for name, layer in layers.items():
         if (layer.bits, layer.group_size) != (config.bits, config.group_size or layer.in_features):
-            size = -1 if layer.group_size == layer.in_features else layer.group_size
-            changed[layer.bits, size].append(name)
+            changed[layer.bits, layer.declared_group].append(name)
     for (bits, size), names in changed.items():
         for pattern in patterns_of(CHANGED, names, [*layers, *skipped]):
             dynamic[pattern] = {"bits": bits, "group_size": size}

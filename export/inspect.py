@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from .bits import unpack
 from .checkpoint import Checkpoint, matrices, open_checkpoint
 from .modules import skipped_modules
-from .readers import Facts, Reader, declared_group, readers_of
+from .readers import Facts, Reader, readers_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def inspect(path: Path | str, *, revision: str | None = None, tensor_parallel: i
         format=declared.format,
         writer=declared.writer,
         bits=dict(sorted(Counter(spec.bits for spec in specs).items())),
-        group_sizes=dict(sorted(Counter(map(declared_group, specs)).items())),
+        group_sizes=dict(sorted(Counter(spec.declared_group for spec in specs).items())),
         sym=declared.sym,
         desc_act=declared.desc_act,
         act_order_layers=sum(spec.act_order for spec in specs),

@@ -109,7 +109,7 @@ def write_config(
     return {
         "quant_method": "gptq",
         "bits": _BITS,
-        "group_size": -1 if config.group_size is None else config.group_size,
+        "group_size": config.group_size or -1,
         "desc_act": False,
         "sym": True,
         "lm_head": any(map(outside_blocks, layers)),

@@ -15,7 +15,7 @@ from ..version import __version__
 
 FLOAT = "-:"  # in GPTQModel's "dynamic": the modules stay in floating point
 
-# Readers that fuse projections look modules up by the fused name.
+# What some readers, and transformers' stacked experts, hold as one: readers that fuse look modules up by that name.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 _BLOCK = re.compile(r"(?P<prefix>(?:.*?\.)?)(?P<number>\d+)\.(?P<inner>.+)")
@@ -82,17 +82,12 @@ def check_settings(values: Mapping[str, Any], where: str) -> None:
         raise CheckpointError(f"{where}: {error}") from error
 
 
-def check_pattern(pattern: object, where: str) -> str:
-    """Return a regular expression of unknown origin, compiled once; `where` names it, for messages.
-
-    Raises:
-        CheckpointError: It is none.
-    """
+def check_pattern(pattern: str, where: str) -> None:
+    """Raise CheckpointError where what a config holds is no regular expression; `where` names it, for messages."""
     try:
-        regex.compile(str(pattern))
+        regex.compile(pattern)
     except (regex.error, RecursionError, OverflowError) as error:
         raise CheckpointError(f"{where} is not a regular expression: {error}") from error
-    return str(pattern)
 
 
 def list_of_names(value: object, where: str) -> list[str]:

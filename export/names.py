@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-_HALVES = ("gate_proj", "up_proj")
+from .modules import FUSED
 
 
 class StoredNames:
@@ -101,8 +101,9 @@ class StoredNames:
             return
         path, _, attribute = parameter.rpartition(".")
         matrix = attribute.removesuffix("_bias")
-        if matrix == "gate_up_proj" and len(converter.source_patterns) == len(_HALVES):
-            matrix = _HALVES[converter.source_patterns.index(pattern)]
+        parts = FUSED.get(matrix, ())
+        if len(parts) == len(converter.source_patterns):
+            matrix = parts[converter.source_patterns.index(pattern)]
         working = f"{path}.{numbers[-1]}.{matrix}.{'bias' if attribute.endswith('_bias') else 'weight'}"
         if working in self._names:
             self._working[stored] = working

@@ -163,7 +163,7 @@ def _costs(facts: Facts) -> Rules:
     act_order, bits, asymmetric = _act_order(layers), _other_bits(layers), _asymmetric(layers)
     rounded = facts.dtype == "bfloat16" and declared.format != "gguf"
     padded = _odd_size(facts.on_gpu, (128, 64), (64, 128))
-    whole = any(spec.bits == 4 and declared_group(spec) not in (32, 64, 128, 256) for spec in layers.values())
+    whole = any(spec.bits == 4 and spec.declared_group not in (32, 64, 128, 256) for spec in layers.values())
     ones = f"{facts.all_ones} zero points of version 1 are all ones, which their writer may have meant as 0: "
     return [
         (("GPTQModel", TRANSFORMERS, "SGLang", "AutoGPTQ"), act_order, _INDEXED),
@@ -188,7 +188,7 @@ def _gptq_rules(facts: Facts) -> Rules:
     trusted = by_gptqmodel is not None and tuple(map(int, by_gptqmodel.groups())) >= (0, 9)
     size = declared.group_size
     mixed = any((spec.bits, spec.group_size) != (declared.bits, size or spec.in_features) for spec in specs)
-    bits, sizes, odd_sizes = _other_bits(layers), {declared_group(spec) for spec in specs}, _other_sizes(layers)
+    bits, sizes, odd_sizes = _other_bits(layers), {spec.declared_group for spec in specs}, _other_sizes(layers)
     asymmetric, outside, skipped = _asymmetric(layers), _outside(layers), facts.skipped
     kind, experts = model.get("model_type"), any(".experts." in name for name in layers)
     renamed = any(".block_sparse_moe.experts." in name for name in layers)
@@ -237,7 +237,7 @@ def _gptq_rules(facts: Facts) -> Rules:
 
 def _awq_rules(facts: Facts) -> Rules:
     layers = facts.layers
-    sizes, most = _other_sizes(layers), {declared_group(spec) for spec in layers.values()} - {-1, 16, 32, 64, 128}
+    sizes, most = _other_sizes(layers), {spec.declared_group for spec in layers.values()} - {-1, 16, 32, 64, 128}
     outside, odd, odd_for_vllm = _outside(layers), _odd_size(layers, (32, 32)), _odd_size(facts.on_gpu, (32, 32))
     return [
         (("SGLang",), True, "was not tried with awq"),
@@ -265,33 +265,30 @@ def _compressed_rules(facts: Facts) -> Rules:
     ]
 
 
-def _marlin_rules(facts: Facts) -> Rules:  # noqa: ARG001
-    return [
-        (OTHERS, True, "loads no checkpoints in marlin's layout, which it makes of gptq itself; convert to gptq_v2")
-    ]
-
-
-def _gguf_rules(facts: Facts) -> Rules:  # noqa: ARG001
-    return [
-        (("GPTQModel", "SGLang"), True, "was not tried with gguf"),
-        (("AutoGPTQ", "vLLM"), True, "reads no GGUF; quantize the float model for another format"),
-    ]
-
-
 _RULES: dict[str, Callable[[Facts], Rules]] = {
     "gptq": _gptq_rules,
     "gptq_v2": _gptq_rules,
     "awq": _awq_rules,
-    "marlin": _marlin_rules,
+    "marlin": lambda _: [
+        (OTHERS, True, "loads no checkpoints in marlin's layout, which it makes of gptq itself; convert to gptq_v2")
+    ],
     "compressed-tensors": _compressed_rules,
-    "gguf": _gguf_rules,
+    "gguf": lambda _: [
+        (("GPTQModel", "SGLang"), True, "was not tried with gguf"),
+        (("AutoGPTQ", "vLLM"), True, "reads no GGUF; quantize the float model for another format"),
+    ],
 }
+
+
+def text_settings(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a config.json says of the language model, which may be a part of a composite one."""
+    inner = model.get("text_config")
+    return inner if isinstance(inner, dict) else model
 
 
 def _heads(model: Mapping[str, Any]) -> tuple[int, int]:
     """Return the heads of queries and of keys in a model's config.json; 0 where it does not say."""
-    inner = model.get("text_config")
-    text = inner if isinstance(inner, dict) else model
+    text = text_settings(model)
     heads = text.get("num_attention_heads")
     shared = text.get("num_key_value_heads") or heads
     return heads if type(heads) is int else 0, shared if type(shared) is int else 0
@@ -323,7 +320,7 @@ def _other_bits(layers: Mapping[str, LayerSpec]) -> list[int]:
 
 def _other_sizes(layers: Mapping[str, LayerSpec]) -> list[int]:
     """Return the group sizes that servers have no kernels for."""
-    return sorted({declared_group(spec) for spec in layers.values()} - {-1, 32, 64, 128})
+    return sorted({spec.declared_group for spec in layers.values()} - {-1, 32, 64, 128})
 
 
 def _asymmetric(layers: Mapping[str, LayerSpec]) -> bool:
@@ -337,11 +334,6 @@ def _act_order(layers: Mapping[str, LayerSpec]) -> bool:
 def _outside(layers: Iterable[str]) -> list[str]:
     """Return the quantized modules outside the blocks."""
     return [name for name in layers if not any(part.isdigit() for part in name.split("."))]
-
-
-def declared_group(spec: LayerSpec) -> int:
-    """Return columns per group as files declare them: -1 for whole rows."""
-    return -1 if spec.group_size == spec.in_features else spec.group_size
 
 
 def _needs_groups(known: Sequence[int], found: Iterable[int]) -> str:

@@ -29,6 +29,7 @@ from .files import check_file
 MAX_SHARD_BYTES = 4 << 30
 LONGEST_NAME = 500  # of a tensor: what becomes of names is found with regular expressions, which take time
 JOINED_BYTES = 64 << 20  # files are joined up to this, so that joining takes little memory
+_PART_BYTES = 1 << 30  # of what is written at a time, and so in memory
 
 
 class Shards:
@@ -212,13 +213,20 @@ def join_files(files: Sequence[Path], directory: Path, max_bytes: int = MAX_SHAR
             _save(shard, {name: parts.get(name) for name in parts.where})
             written = Shards.of_files([shard])
             for name in parts.where:
-                if not same_bits(written.get(name), parts.get(name)):
-                    raise CheckpointError(f"{name} in {shard} reads back differently; disk or memory is faulty")
+                check_same(f"{name} in {shard}", written.get(name), parts.get(name))
         weight_map |= dict.fromkeys(parts.where, shard.name)
         total += sum(parts.get(name).nbytes for name in parts.where)
     if len(groups) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(directory / "model.safetensors.index.json", index)
+
+
+def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write tensors, in order, as the shards of a checkpoint, none beyond `max_bytes`; errors as of `join_files`."""
+    parts = write_files(directory / ".part", tensors, min(max_bytes, _PART_BYTES))
+    join_files(parts, directory, max_bytes)
+    for part in parts:
+        part.unlink()
 
 
 def _link(file: Path, target: Path) -> None:
@@ -347,6 +355,12 @@ def digest(file: Path) -> str:
         while piece := stream.read(1 << 20):
             found.update(piece)
     return found.hexdigest()
+
+
+def check_same(name: str, written: Tensor, wanted: Tensor) -> None:
+    """Raise CheckpointError where a tensor that was read back is not, bit for bit, what was to be written."""
+    if not same_bits(written, wanted):
+        raise CheckpointError(f"{name} reads back differently; disk or memory is faulty")
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

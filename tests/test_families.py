@@ -35,11 +35,19 @@ REFUSED = {
     "reformer": "returns a ReformerOutput, not hidden states",
 }
 RECEIVED = [  # and whether samples are padded
+    ("t5", True),  # both stacks, position biases handed on, keys and values of what left the encoder
     ("xlnet", True),  # samples in the second axis of hidden states
     ("zaya", True),  # states of routers handed from block to block
     *(
         pytest.param(*case, marks=pytest.mark.slow)
-        for case in (("fsmt", True), ("gemma4_text", True), ("glm_moe_dsa", False), ("pegasus_x", False))
+        for case in (
+            ("bart", False),
+            ("fsmt", True),
+            ("gemma4_text", True),
+            ("glm_moe_dsa", False),
+            ("pegasus_x", False),
+            ("t5gemma2", True),
+        )
     ),
 ]
 
@@ -87,7 +95,8 @@ def test_every_linear_is_solved_on_what_it_receives_in_the_quantized_model(famil
     for module in report.modules:
         if module.name in linears:
             x = inputs_of(quantized, [module.name], tokens)[module.name]
-            weight, found = linears[module.name].weight.detach(), stored[module.name]
+            weight = linears[module.name].weight.detach()
+            found = stored[module.name.replace(".text_model.", ".")]  # which the files of t5gemma2 leave out
             assert module.tokens == len(x)
             hessian, cross = (part.T @ x / len(x) for part in (x, floats[module.name] - x))
             config = gptqkit.QuantizeConfig(bits=3, group_size=found.group_size, sym=False, method="gptaq")

@@ -20,6 +20,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 import gptqkit
 from gptqkit.errors import BackendError, CheckpointError, ConfigError, DatasetUnavailableError
 from gptqkit.kernels.linear import QuantLinear, TorchLinear
+from support.jobs import contents
 from support.models import build, samples, save
 from support.pipeline import outputs, quantize
 
@@ -74,10 +75,6 @@ def load(path, **settings):
     return gptqkit.load(path, device="cpu", **settings)[0]
 
 
-def files(path):
-    return {file.name: file.read_bytes() for file in path.iterdir()}
-
-
 def read(file):
     return json.loads(file.read_text())
 
@@ -101,7 +98,7 @@ def test_a_loaded_model_is_saved_as_it_was(case, checkpoints, tmp_path):
     model = load(path, backend="torch" if case == "act-order" else "auto")
     model.save_pretrained(tmp_path / "again")
     names = {"config.json", "quantize_config.json", "model.safetensors"}
-    assert files(tmp_path / "again").keys() - {"generation_config.json"} == names
+    assert contents(tmp_path / "again").keys() - {"generation_config.json"} == names
     assert_same_tensors(tmp_path / "again", path)
     config = read(tmp_path / "again" / "config.json")
     assert config == read(path / "config.json")
@@ -111,21 +108,21 @@ def test_a_loaded_model_is_saved_as_it_was(case, checkpoints, tmp_path):
 
 def test_into_its_own_folder_in_shards_and_back(checkpoint, checkpoints):
     model = load(checkpoint)
-    before = files(checkpoint)
+    before = contents(checkpoint)
     model.config.use_cache = False
     model.generation_config.max_new_tokens = 7
     model.save_pretrained(str(checkpoint), max_shard_size="20KB", safe_serialization=True)
     assert len(set(read(checkpoint / "model.safetensors.index.json")["weight_map"].values())) > 3
     assert not (checkpoint / "model.safetensors").exists()
-    assert files(checkpoint)["README.md"] == before["README.md"]
+    assert contents(checkpoint)["README.md"] == before["README.md"]
     assert not any(file.name.startswith(".") for file in checkpoint.iterdir())
     assert_same_tensors(checkpoint, checkpoints("act-order"))
     again = load(checkpoint)
     assert (again.config.use_cache, again.generation_config.max_new_tokens) == (False, 7)
     assert torch.equal(outputs(again), outputs(model))
     again.save_pretrained(checkpoint)
-    assert files(checkpoint).keys() == before.keys()
-    assert files(checkpoint)["model.safetensors"] == before["model.safetensors"]
+    assert contents(checkpoint).keys() == before.keys()
+    assert contents(checkpoint)["model.safetensors"] == before["model.safetensors"]
 
 
 def scale_norm(model):

@@ -127,7 +127,7 @@ def quantize(
             if tokenizer is None:
                 tokenizer = load_tokenizer(source.path, trust_remote_code=run.trust_remote_code)
             tokenizer = open_tokenizer(tokenizer, trust_remote_code=run.trust_remote_code)
-            _check_accepted(source, config, tokenizer)
+            find_format(config.format).accept(source.model.config.to_dict(), tokenizer, source.tensor_names)
             samples = None if calibration is None else _samples(source, calibration, tokenizer)
             length = default_length(source.model) if samples is None else samples.input_ids.shape[1]
             text = None if evaluate_on is None else _text(source, evaluate_on, tokenizer, length)
@@ -174,13 +174,6 @@ def _calibration(given: Any, config: QuantizeConfig) -> Calibration | None:
             f"method {config.method!r} needs calibration text; only 'rtn', without learning, does not"
         )
     return given if given is None or isinstance(given, Calibration) else Calibration(given)
-
-
-def _check_accepted(source: FloatModel, config: QuantizeConfig, tokenizer: Any) -> None:
-    """Refuse a model or tokenizer that the format cannot hold."""
-    accept = find_format(config.format).accept
-    if accept is not None:
-        accept(source.model.config.to_dict(), tokenizer, source.tensor_names)
 
 
 def _completed(

@@ -21,7 +21,7 @@ from .export.checkpoint import (
     write_configs,
 )
 from .export.formats import Declared, LayerSpec, find_format
-from .export.shards import Shards, digest, join_files, same_bits, write_files
+from .export.shards import Shards, check_same, digest, join_files, write_files
 from .model import FloatModel
 from .quantizer.config import QuantizeConfig
 from .quantizer.quantized import QuantizedWeight
@@ -57,8 +57,7 @@ def write_part(
     specs = {name: LayerSpec.of(weight) for name, weight in layers.items()}
     part = _opened(write_files(stem, _packed(layers, others, config)), specs, config)
     for name, tensor in others.items():
-        if not same_bits(part.tensor(name), tensor):
-            raise CheckpointError(f"{name} reads back differently; disk or memory is faulty")
+        check_same(name, part.tensor(name), tensor)
     for name, weight in layers.items():
         check_written(name, part.weight(name), weight)
     return part

@@ -7,7 +7,7 @@ shape, and fetches what a config names. Here the tensors in the files decide wha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,7 @@ def confined(path_or_id: str | Path, tensors: Shards | None = None, *, trusted: 
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = before or not trusted
     try:
-        with ExitStack() as stack:
-            if tensors is not None:
-                stack.enter_context(_bounded(described, tensors))
+        with nullcontext() if tensors is None else _bounded(described, tensors):
             yield
     finally:
         constants.HF_HUB_OFFLINE = before
@@ -78,15 +76,11 @@ def _bounded(described: Path, tensors: Shards) -> Iterator[None]:
 
         return account
 
-    hooks = [
+    with (
         register_module_parameter_registration_hook(made("weights")),
         register_module_buffer_registration_hook(made("buffered")),
-    ]
-    try:
+    ):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _check_config(file: Path, tensors: int | None) -> None:

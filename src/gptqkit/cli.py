@@ -1,6 +1,6 @@
 """The `gptqkit` command: quantize, imatrix, plan, recommend, evaluate, compare, report, inspect, convert and so on.
 
-Everything heavy is imported inside the commands, so that help and usage errors answer at once.
+The commands take everything heavy from `gptqkit`, which imports it then, so that help and usage errors answer at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+import gptqkit
 
 from .calibration.config import Calibration
 from .display import (
@@ -38,8 +40,6 @@ from .export.formats import FORMATS, READERS
 from .options import Parser, add_fields, add_settings, config_from_options, from_options, size
 from .run import Run
 from .version import __version__
-
-T = TypeVar("T")
 
 EXIT_CODES = """\
 exit codes:
@@ -242,8 +242,6 @@ def _out_of_memory(error: Exception) -> bool:
 def _quantize(arguments: argparse.Namespace) -> None:
     config, run, calibration = config_from_options(arguments), from_options(arguments, Run), _calibration(arguments)
     _quieten_libraries(arguments.verbose)
-    import gptqkit
-
     speaks = _launched_rank() == 0
     if not speaks:
         logging.getLogger("gptqkit").setLevel(logging.ERROR)
@@ -266,8 +264,6 @@ def _calibration(arguments: argparse.Namespace) -> Calibration | None:
 def _imatrix(arguments: argparse.Namespace) -> None:
     run, calibration = from_options(arguments, Run), _calibration(arguments)
     _quieten_libraries(arguments.verbose)
-    import gptqkit
-
     with closing(ProgressDisplay()) as progress:
         how: dict[str, Any] = {"run": run, "tokenizer": arguments.tokenizer, "progress": progress}
         gptqkit.imatrix(arguments.model, calibration, arguments.out, **how)
@@ -278,8 +274,6 @@ def _plan(arguments: argparse.Namespace) -> None:
     config, run = config_from_options(arguments), from_options(arguments, Run)
     calibration = from_options(arguments, Calibration, source=None)
     _quieten_libraries(arguments.verbose)
-    import gptqkit
-
     needed = gptqkit.plan(arguments.model, arguments.out, config, calibration=calibration, run=run)
     values = needed.to_dict()
     print(json.dumps(values, indent=2) if arguments.json else plan_summary(values))
@@ -289,16 +283,12 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _rotate(arguments: argparse.Namespace) -> None:
     _quieten_libraries(arguments.verbose)
-    import gptqkit
-
     gptqkit.rotate(arguments.model, arguments.out, seed=arguments.seed, revision=arguments.revision)
     print(f"written to {arguments.out}")
 
 
 def _recommend(arguments: argparse.Namespace) -> None:
     _quieten_libraries(arguments.verbose)
-    import gptqkit
-
     how = {"context": arguments.context, "revision": arguments.revision}
     found = gptqkit.recommend(arguments.model, arguments.memory, arguments.reader, **how)
     rows = [choice.to_dict() for choice in found]
@@ -308,8 +298,6 @@ def _recommend(arguments: argparse.Namespace) -> None:
 def _evaluate(arguments: argparse.Namespace) -> None:
     config = from_options(arguments, Evaluation)
     _quieten_libraries(arguments.verbose)
-    import gptqkit
-
     with closing(ProgressDisplay()) as progress:
         how: dict[str, Any] = {"reference": arguments.reference, "tokenizer": arguments.tokenizer}
         scores = gptqkit.evaluate(arguments.model, arguments.dataset, config, **how, progress=progress)
@@ -323,8 +311,6 @@ def _compare(arguments: argparse.Namespace) -> None:
     if plot and (plot.suffix != ".svg" or plot.is_dir() or not plot.parent.is_dir()):
         raise ConfigError(f"--plot is {plot}; give a file that ends in .svg, in a folder that exists")
     _quieten_libraries(arguments.verbose)
-    import gptqkit
-
     with closing(ProgressDisplay()) as progress:
         found = gptqkit.compare(
             arguments.checkpoints, arguments.dataset, config, reference=reference, progress=progress
@@ -342,8 +328,6 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    import gptqkit
-
     page, beside = gptqkit.report_html(arguments.checkpoint), arguments.checkpoint / "quantization_report.html"
     if arguments.html is None:
         beside.unlink(missing_ok=True)  # a link that came with a downloaded checkpoint is not followed
@@ -356,15 +340,11 @@ def _report(arguments: argparse.Namespace) -> None:
 
 
 def _diff(arguments: argparse.Namespace) -> None:
-    import gptqkit
-
     rows = [difference.to_dict() for difference in gptqkit.diff(arguments.first, arguments.second)]
     print(json.dumps(rows, indent=2) if arguments.json else difference_table(rows))
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    import gptqkit
-
     how = {"revision": arguments.revision, "tensor_parallel": arguments.tensor_parallel}
     found = gptqkit.inspect(arguments.checkpoint, **how)
     one = None if arguments.reader is None else found.reader(arguments.reader)
@@ -377,16 +357,12 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    import gptqkit
-
     names = ("format", "overwrite", "revision", "shard_size")
     gptqkit.convert(arguments.source, arguments.target, **{name: getattr(arguments, name) for name in names})
     print(f"written to {arguments.target}")
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
-    import gptqkit
-
     found = gptqkit.doctor(arguments.checkpoint, arguments.out, format=arguments.format)
     lines = [*map(str, found.damage or ["no damage found"]), *(f"note: {note}" for note in found.notes)]
     lines += [f"written to {arguments.out}"] * found.written

@@ -15,6 +15,7 @@ from .evaluation.compare import Scores
 from .evaluation.config import Evaluation
 from .evaluation.embeddings import EmbeddingScores
 from .export.inspect import inspect
+from .export.readers import text_settings
 from .export.shards import read_json
 from .figures import scatter
 from .hub import fetch
@@ -120,8 +121,7 @@ def _named(checkpoint: Path | str, progress: ProgressCallback) -> ProgressCallba
 
 def _check_same_model(shapes: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     """Refuse configs of models that are not one: what is measured of them would not compare."""
-    inner = [(name, config.get("text_config"), config) for name, config in shapes]
-    (first, one), *others = [(name, text if isinstance(text, dict) else config) for name, text, config in inner]
+    (first, one), *others = [(name, text_settings(config)) for name, config in shapes]
     for name, other in others:
         for key in _SHAPE:
             if key in one and key in other and one[key] != other[key]:

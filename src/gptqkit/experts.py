@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from .calibration.capture import routed_tokens
+from .export.modules import FUSED
 
 IMPLEMENTATION = "gptqkit"
 
@@ -38,12 +39,10 @@ class Expert(nn.Module):
             if experts.has_bias:
                 own_biases = stacks.get(f"{name}_bias")
                 bias = weight.new_empty(len(weight), device="meta") if own_biases is None else own_biases[number]
-            rows: dict[str, slice] = {name: slice(None)}
-            if name == "gate_up_proj":
-                half = len(weight) // 2
-                rows = {"gate_proj": slice(0, half), "up_proj": slice(half, None)}
-            for own, chosen in rows.items():
-                self.add_module(own, _linear(weight[chosen], None if bias is None else bias[chosen]))
+            parts = FUSED.get(name, (name,))
+            biases = [None] * len(parts) if bias is None else bias.chunk(len(parts))
+            for own, rows, its in zip(parts, weight.chunk(len(parts)), biases, strict=True):
+                self.add_module(own, _linear(rows, its))
 
     def forward(self, x: Tensor, experts: Any) -> Tensor:
         """Return what this expert makes of its tokens, (tokens, in) -> (tokens, out)."""

@@ -112,12 +112,9 @@ class HeatMap:
         }
         return cls(kinds=list(short.values()), blocks=sorted(kept), cells=cells, left_out=left_out)
 
-    def png(self, side: int = 28) -> bytes:
-        """Return the picture on white: a row for every kind, a column for every block, and their names.
-
-        Args:
-            side: Pixels per cell.
-        """
+    def png(self) -> bytes:
+        """Return the picture on white: a row for every kind, a column for every block, and their names."""
+        side = 28  # pixels of a cell
         names = [kind if len(kind) <= 32 else f"{kind[:15]}..{kind[-15:]}" for kind in self.kinds]
         left, top = 12 * max(map(len, names), default=0) + 12, 32
         width = max(left + side * len(self.blocks), 12 * len(_CAPTION)) + 8

@@ -25,6 +25,7 @@ from .bounds import confined
 from .errors import CheckpointError, NonFiniteError
 from .experts import find_stacked, split_experts, stacked_names
 from .export.files import copy_beside
+from .export.modules import FUSED
 from .export.names import StoredNames
 from .export.scaled import FloatShards
 from .export.shards import Shards, read_json, some
@@ -352,9 +353,8 @@ class FloatModel:
             return [parameter]
         attribute = parameter.rpartition(".")[2]
         matrix, end = attribute.removesuffix("_bias"), "bias" if attribute.endswith("_bias") else "weight"
-        matrices = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else (matrix,)
         count = len(self.empty.stacked.get_parameter(parameter))
-        return [f"{experts}.{number}.{each}.{end}" for number in range(count) for each in matrices]
+        return [f"{experts}.{n}.{each}.{end}" for n in range(count) for each in FUSED.get(matrix, (matrix,))]
 
     def _own_head(self) -> set[str]:
         """Return the names of the output layer's tensors, where it has its own."""

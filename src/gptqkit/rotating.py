@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import ArchitectureError
-from .export.shards import MAX_SHARD_BYTES, join_files, read_json, write_files, write_json
+from .export.shards import read_json, write_json, write_shards
 from .export.staging import staged
 from .model import FloatModel
 from .quantizer.rotation import Rotation
@@ -41,7 +41,6 @@ _NORMS = re.compile(_BLOCK + r"(?:input|post_attention)_layernorm\.weight|model\
 _INSIDE = re.compile(
     _BLOCK + r"(?:self_attn\.(?:[qkv]_proj\.bias|[qk]_norm\.weight|rotary_emb\.inv_freq)|mlp\.(?:gate|up)_proj\.bias)"
 )
-_PART_BYTES = 1 << 30
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -73,10 +72,7 @@ def rotate(model: str | Path, out: str | Path, *, seed: int = 0, revision: str |
         raise ArchitectureError(f"{name} cannot be rotated: nothing is known of its tensor {unknown[0]}")
     rotation = Rotation(source.model.config.hidden_size, seed)
     with staged(out) as directory:
-        parts = write_files(directory / ".part", _tensors(source, rotation), _PART_BYTES)
-        join_files(parts, directory, MAX_SHARD_BYTES)
-        for part in parts:
-            part.unlink()
+        write_shards(directory, _tensors(source, rotation))
         source.copy_files(directory)
         config = {**read_json(directory / "config.json"), "tie_word_embeddings": False}
         config.pop("quantization_config", None)  # of FP8, which was multiplied out

@@ -178,9 +178,8 @@ def find_targets(
             if not is_matrix(module):
                 left[name] = "it computes something else than a Linear does"
                 continue
-            settings = _with_type(settings, name, module, model)
             try:
-                chosen.append(_target(name, inner, module, settings, block, config))
+                chosen.append(_target(model, name, inner, settings, config))
             except ShapeError as error:
                 left[name] = str(error)
         targets.append(chosen)
@@ -190,21 +189,13 @@ def find_targets(
     return targets, left
 
 
-def _with_type(config: QuantizeConfig, name: str, module: nn.Module, model: PreTrainedModel) -> QuantizeConfig:
-    """Return the settings of one Linear, with the type that the format chooses for it."""
-    choose = find_format(config.format).choose
-    if choose is None:
-        return config
-    chosen: QuantizeConfig = choose(config, name, matrix(module).shape[1], model.config.to_dict())
-    return chosen
-
-
-def _target(
-    name: str, inner: str, module: nn.Module, config: QuantizeConfig, block: nn.Module | None, common: QuantizeConfig
-) -> Target:
+def _target(model: PreTrainedModel, name: str, inner: str, config: QuantizeConfig, common: QuantizeConfig) -> Target:
     """Return a Linear as a target; ShapeError where the format cannot hold its shape, ConfigError for the settings."""
-    rows, columns = matrix(module).shape
-    layout, asked = find_format(config.format), config.group_size
+    rows, columns = matrix(model.get_submodule(name)).shape
+    layout = find_format(config.format)
+    if layout.choose is not None:
+        config = layout.choose(config, name, columns, model.config.to_dict())
+    asked = config.group_size
     if asked is not None:
         config = dataclasses.replace(config, group_size=fitting_group(columns, asked))
     target = Target(name, inner, (rows, columns), config)
@@ -216,9 +207,8 @@ def _target(
         raise ConfigError(f"{name}: {error}") from error
     if layout.uniform and config.group_size != asked:
         raise ShapeError(f"{columns} columns are no whole groups of {asked}, the one size that {config.format} knows")
-    owner = inner.rpartition(".")[0]
-    if block is not None and isinstance(block.get_submodule(owner), Expert):
-        experts, _, number = owner.rpartition(".")
+    if isinstance(model.get_submodule(name.rpartition(".")[0]), Expert):
+        experts, number, _ = inner.rsplit(".", 2)
         return dataclasses.replace(target, experts=experts, expert=int(number))
     return target
 
@@ -311,7 +301,7 @@ def find_head(model: PreTrainedModel, config: QuantizeConfig) -> Target | None:
     try:
         if settings is None:
             return None
-        return _target(name, "", head, _with_type(settings, name, head, model), None, config)
+        return _target(model, name, "", settings, config)
     except (ConfigError, ShapeError) as error:
         raise ConfigError(f"lm_head=True, but {name} cannot be packed: {error}; leave lm_head out") from error
 

@@ -33,7 +33,7 @@ from .progress import Progress, ProgressCallback
 from .quantizer.learned import stretched
 from .report import TuningReport
 from .targets import find_blocks, matrix
-from .verify import TOLERANCE
+from .verify import differs
 
 _LOG = logging.getLogger("gptqkit")
 
@@ -221,7 +221,7 @@ def _check(
     """Load what was written, and compare its logits with those of the model in memory."""
     written, _ = load(directory, device=device, dtype=dtype, backend="torch" if device.type == "cpu" else "auto")
     found, expected = (model(**sample, **without_cache(model)).logits.float() for model in (written, student))
-    if not float((found - expected).norm()) <= TOLERANCE[dtype] * float(expected.norm()):
+    if differs(found, expected, dtype):
         raise CheckpointError(
             f"{directory} computes something else than the model whose scales were tuned; use tune_epochs=0, and "
             "report this model"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,9 +59,9 @@ def check_block(
             f"block {layer} cannot run on its quantized layers ({type(cause).__name__}: {cause}); leave what is at "
             "fault in floating point with an override, and report this model"
         ) from error
-    if _differs(found, expected, dtype):
+    if differs(found, expected, dtype):
         ours, theirs = (_outputs(each, names, run) for each in (packed, block))
-        first = next((name for name in theirs if name not in ours or _differs(ours[name], theirs[name], dtype)), None)
+        first = next((name for name in theirs if name not in ours or differs(ours[name], theirs[name], dtype)), None)
         raise CheckpointError(
             f"block {layer} computes something else on its quantized layers than in the pipeline"
             + (f", first in {first}" if first is not None else "")
@@ -67,7 +69,8 @@ def check_block(
         )
 
 
-def _differs(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+def differs(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether outputs differ by more than `TOLERANCE` allows for activations of this dtype, or are not finite."""
     if found.shape != expected.shape:
         return True
     distance, size = (found - expected).double().norm(), expected.double().norm()
@@ -77,18 +80,14 @@ def _differs(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 def _outputs(block: nn.Module, names: Sequence[str], run: Callable[[nn.Module], Tensor]) -> Mapping[str, Tensor]:
     """Return what the first call of each of some modules gives, in the order of the calls."""
     outputs: dict[str, Tensor] = {}
-    hooks = []
-    for name in names:
 
-        def record(_: nn.Module, __: Any, output: Tensor, name: str = name) -> None:
-            outputs.setdefault(name, output)
+    def record(name: str, _: nn.Module, __: Any, output: Tensor) -> None:
+        outputs.setdefault(name, output)
 
-        hooks.append(block.get_submodule(name).register_forward_hook(record))
-    try:
+    with ExitStack() as hooks:
+        for name in names:
+            hooks.callback(block.get_submodule(name).register_forward_hook(partial(record, name)).remove)
         run(block)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return outputs
 
 

@@ -9,11 +9,8 @@ from safetensors.torch import load_file, save_file
 from gptqkit.errors import CheckpointError, ConfigError, ConversionError, OutputExistsError
 from gptqkit.export.checkpoint import open_checkpoint
 from gptqkit.export.convert import convert
+from support.jobs import contents
 from support.weights import same
-
-
-def files(path):
-    return {file.relative_to(path).as_posix(): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 def rewrite(path, change):
@@ -21,7 +18,7 @@ def rewrite(path, change):
     save_file(change(tensors), path / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 8])  # 4 in test_formats.py
 @pytest.mark.parametrize(("before", "after"), [("gptq", "gptq_v2"), ("gptq_v2", "gptq")])
 def test_conversion_equals_quantizing_for_the_other_format(material, tmp_path, bits, before, after):
     def write(name, layout, **options):
@@ -29,9 +26,9 @@ def test_conversion_equals_quantizing_for_the_other_format(material, tmp_path, b
 
     source, wanted = write("source", before), write("wanted", after)
     convert(write("sharded", before, max_shard_bytes=6000), tmp_path / "out", format=after)
-    assert files(tmp_path / "out") == files(wanted)
+    assert contents(tmp_path / "out") == contents(wanted)
     convert(tmp_path / "out", tmp_path / "back", format=before)
-    assert files(tmp_path / "back") == files(source)
+    assert contents(tmp_path / "back") == contents(source)
 
 
 def test_every_other_file_is_carried_over_but_pickles(material, tmp_path):
@@ -48,7 +45,7 @@ def test_every_other_file_is_carried_over_but_pickles(material, tmp_path):
     convert(source, tmp_path / "out", format="gptq_v2")
     text = b'{"a":  1}\r\n'
     more = {"templates/tool.jinja": b"{{ x }}", "tokenizer.json": text, "linked.txt": text}
-    assert files(tmp_path / "out") == {**files(tmp_path / "plain"), **more}
+    assert contents(tmp_path / "out") == {**contents(tmp_path / "plain"), **more}
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
 
 
@@ -70,7 +67,7 @@ def test_files_of_other_programs_keep_their_configs_and_card(material, tmp_path,
     written = json.loads((tmp_path / "out" / own).read_text())
     expected = {**foreign, "checkpoint_format": "gptq_v2", "format": "gptq_v2"}
     assert (written if beside else written["quantization_config"]) == expected
-    assert files(tmp_path / "out").keys() == files(source).keys()
+    assert contents(tmp_path / "out").keys() == contents(source).keys()
     assert (tmp_path / "out" / "README.md").read_text() == "hand-written"
     assert same(*(open_checkpoint(path).weight("model.layers.0.mlp.down_proj") for path in (source, tmp_path / "out")))
 

@@ -12,6 +12,7 @@ from gptqkit.export.checkpoint import open_checkpoint
 from gptqkit.export.convert import convert
 from gptqkit.export.formats import Declared, LayerSpec, find_format
 from gptqkit.quantizer.config import ModuleOverride
+from support.jobs import contents
 from support.models import build
 from support.pipeline import quantize
 from support.weights import random_weight, same
@@ -170,10 +171,6 @@ def test_marlin_needs_no_workspace_and_symmetry_is_seen_in_the_zeros():
 FORMATS = ("gptq", "gptq_v2", "awq", "marlin", "compressed-tensors")
 
 
-def files(path):
-    return {file.relative_to(path).as_posix(): file.read_bytes() for file in path.rglob("*") if file.is_file()}
-
-
 @pytest.mark.parametrize("sym", [True, False])
 def test_every_format_converts_to_every_other_as_if_it_had_been_written_in_it(material, tmp_path, sym):
     """Layers, biases, other tensors, modules in floating point, configs, report and card: byte for byte."""
@@ -187,7 +184,7 @@ def test_every_format_converts_to_every_other_as_if_it_had_been_written_in_it(ma
     for before, after in itertools.permutations(formats, 2):
         out = tmp_path / f"{before} to {after}"
         convert(tmp_path / before, out, format=after)
-        assert files(out) == files(tmp_path / after), out.name
+        assert contents(out) == contents(tmp_path / after), out.name
 
 
 @pytest.mark.parametrize(
@@ -216,7 +213,7 @@ def test_formats_that_know_one_setting_refuse_mixed_ones(material, tmp_path):
         convert(source, tmp_path / "awq", format="awq")
     convert(source, tmp_path / "compressed", format="compressed-tensors")
     convert(tmp_path / "compressed", tmp_path / "back", format="gptq_v2")
-    assert {name: file for name, file in files(tmp_path / "back").items() if name.endswith("safetensors")} == {
+    assert {name: file for name, file in contents(tmp_path / "back").items() if name.endswith("safetensors")} == {
         "model.safetensors": (source / "model.safetensors").read_bytes()
     }
 
