@@ -38,6 +38,7 @@ from .units import size_text
 
 _LOG = logging.getLogger("gptqkit")
 SAMPLES = 4  # on which a block shows what an error inside it does to its output
+PLAIN: Mapping[str, Any] = {"grid": "mse", "refine_rounds": 0, "learn_iterations": 0}  # better ones choose alike
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def _measured(
                 for target in one.targets:
                     weight = matrix(block.get_submodule(target.inner)).detach().float()
                     for bits in widths:
-                        settings = dataclasses.replace(target.config, bits=bits, refine_rounds=0, learn_iterations=0)
+                        settings = dataclasses.replace(target.config, bits=bits, **PLAIN)
                         solution = solve_gptq(weight, moments, settings, layout.snap)
                         lost[bits] += solution.loss or 0.0
                         if bits == probe:
