@@ -183,8 +183,7 @@ def estimate(
     output = sum(checkpoint_bytes(model, every, config)) if config.target_size is None else config.target_size
     block = max(_bytes(each, dtype) for each in blocks)
     statistics = max(_statistics_bytes(part, paired) for part in parts) if shape else 0
-    # Of the tokens of a batch in one stack: what a block holds at its widest, and hidden states before and after it;
-    # beside them what Linears receive in the other model.
+    # A block at its widest, hidden states before and after it, and what its Linears receive in the other model.
     widest = max((sum(target.shape) for part in targets for target in part), default=0)
     forward = round(tokens * (2 * width + 2.5 * widest * dtype.itemsize) * (1 + paired / 2))
     solver = max(_solver_bytes(target, paired, calibrated=shape is not None) for target in every)
