@@ -66,6 +66,18 @@ def test_what_a_gpu_quantizes_is_as_good_as_on_a_cpu_and_is_what_is_loaded(on_cp
     assert_close(outputs(loaded, SMALL).cpu(), outputs(theirs, SMALL), rtol=1e-3)
 
 
+@pytest.mark.gpu
+def test_rounding_is_learned_on_a_gpu_as_well_as_on_a_cpu(tmp_path):
+    """Backpropagation cannot be simulated."""
+    blocks = {}
+    for device in ("cpu", "cuda"):
+        how = {"bits": 2, "learn_iterations": 30, "run": {"device": device}}
+        blocks[device] = quantize(build("llama"), tmp_path / device, samples(64), **how).report.blocks
+    for ours, theirs in zip(blocks["cuda"], blocks["cpu"], strict=True):
+        assert ours.error < ours.error_before
+        assert ours.error == pytest.approx(theirs.error, rel=0.1)
+
+
 def test_blocks_of_gguf_are_decided_and_decoded_on_a_gpu(gpu, tmp_path):
     gguf_files.save(gguf_files.build(num_hidden_layers=1, intermediate_size=256), tmp_path / "model")
     errors = []
