@@ -36,10 +36,10 @@ _MEASURED = {
     (3, 128, True): (0.0281, 1.0172),
     (2, 128, False): (0.1333, 1.1140),
     (2, 128, True): (0.1597, 1.1492),
-    "Q4_K_M": (0.0039, 1.0025),
-    "Q4_0": (0.0048, 1.0040),
-    "Q3_K_M": (0.0092, 1.0112),
-    "Q2_K": (0.0488, 1.0343),
+    "Q4_K_M": (0.0039, 1.0032),
+    "Q4_0": (0.0048, 1.0037),
+    "Q3_K_M": (0.0093, 1.0091),
+    "Q2_K": (0.0492, 1.0446),
 }
 """KL divergence from the float model, and perplexity over its own, by bits, group size and symmetry, or by type.
 
