@@ -30,10 +30,10 @@ from gptqkit.job import work_path
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SETTINGS = (
     ["--bits", "4", "--method", "gptq", "--activations", "disk"],
+    ["--bits", "2", "--asym", "--learn-iterations", "5"],
     ["--bits", "3", "--method", "gptaq", "--asym"],
     ["--bits", "2", "--method", "gptq", "--desc-act", "--activations", "disk", "--no-true-sequential"],
     ["--bits", "8", "--method", "rtn", "--format", "gptq"],
-    ["--bits", "2", "--asym", "--learn-iterations", "5"],
 )
 
 
