@@ -92,24 +92,29 @@ class _Fit:
 
     def gradients(self, values: Matrices) -> Mapping[str, Tensor]:
         """Return the gradients of the squared distance with respect to each matrix, on the next samples."""
-        batch = next(self._draws)
-        sums = self._together(partial(self._forwards_and_back, values, batch))
+        sums = self._in_room(values, partial(self._backward, next(self._draws)))
         for each in sums.values():
             self._processes.add_up(each)
         return sums
 
     def score(self, values: Matrices) -> float:
         """Return the distance, relative to the float output, on the samples kept aside."""
-        found = self._together(partial(self._forwards, values))
+        found = self._in_room(values, self._distances)
         own = [sum(float(each) for each in column) for column in zip(*found, strict=True)] or [0.0, 0.0]
         distance, size = (sum(column) for column in zip(*self._processes.gather(own), strict=True))
         return float((distance / size) ** 0.5) if size else 0.0
 
-    def _together(self, work: Callable[[], _Result]) -> _Result:
-        """Return what `work()` does; where memory runs out for it in one process, all processes stop learning."""
+    def _in_room(self, values: Matrices, work: Callable[[int], _Result]) -> _Result:
+        """Return what `work` does with the values in place, with as many samples at once as memory holds.
+
+        Where that is none, in one process or another, all stop learning.
+        """
         done: list[_Result] = []
         try:
-            done.append(work())
+            for name, value in values:
+                matrix(self._modules[name]).copy_(value)
+            found, self._piece = in_pieces(work, self._piece)
+            done.append(found)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -117,14 +122,8 @@ class _Fit:
             raise _NoRoomError
         return done[0]
 
-    def _forwards(self, values: Matrices) -> list[tuple[Tensor, Tensor]]:
-        self._install(values)
-        return [self._streams.distance(self._layer, part) for part in pieces(self._aside, self._piece)]
-
-    def _forwards_and_back(self, values: Matrices, batch: range) -> dict[str, Tensor]:
-        self._install(values)
-        sums, self._piece = in_pieces(partial(self._backward, batch), self._piece)
-        return sums
+    def _distances(self, size: int) -> list[tuple[Tensor, Tensor]]:
+        return [self._streams.distance(self._layer, part) for part in pieces(self._aside, size)]
 
     def _backward(self, batch: range, size: int) -> dict[str, Tensor]:
         """Return the gradients of some samples, each added up as soon as it is there: not all at once in memory."""
@@ -145,10 +144,6 @@ class _Fit:
                 hook.remove()
                 weight.requires_grad_(False)
         return sums
-
-    def _install(self, values: Matrices) -> None:
-        for name, value in values:
-            matrix(self._modules[name]).copy_(value)
 
 
 def _take(total: Tensor, weight: Parameter) -> None:
