@@ -14,7 +14,7 @@ def main() -> None:
         MODEL,
         gptqkit.Calibration(EXAMPLES / "data" / "calibration.txt", samples=64, sequence_length=512),
         "demo-out/quickstart",
-        gptqkit.QuantizeConfig(bits=3, group_size=128, sym=False, method="gptaq"),
+        gptqkit.QuantizeConfig(bits=3, group_size=128, sym=False),
         run=gptqkit.Run(overwrite=True),
     )
     for module in result.report.modules[:7]:
