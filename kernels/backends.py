@@ -11,11 +11,10 @@ BACKENDS = {
     "cuda": "kernels.cuda.CudaLinear",
     "cpu": "kernels.linear.CpuLinear",
     "torch": "kernels.linear.TorchLinear",
-    "cpu-int4": "kernels.linear.CpuInt4Linear",
 }
 """Every backend by name, with the place of its class in this package, in the order in which "auto" tries them.
 
-The torch backend serves every layer on every device, so what stands behind it must be asked for by name.
+The torch backend serves every layer on every device.
 """
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from ..errors import ShapeError
 from ..quantizer.quantized import QuantizedWeight
 from .library import library_for
-from .linear import QuantLinear, uneven_groups, whole_zero_points
+from .linear import QuantLinear, whole_zero_points
 from .ops import BITS, DTYPES, Launcher, Layer, launcher_for
 
 _linear = torch.ops.gptqkit.linear.default
@@ -113,7 +113,9 @@ def unfit(weight: QuantizedWeight, dtype: torch.dtype) -> str | None:
         return "some of the layer's scales are no float16 values, which the kernels need"
     if whole_zero_points(weight) is None:
         return f"some of the layer's zero points are not whole or not in 0 ... {2**weight.bits}"
-    return uneven_groups(weight)
+    members = torch.bincount(weight.group_index, minlength=weight.scale.shape[1])  # the last may be shorter
+    even = bool((members[:-1] == size).all())
+    return None if even else f"some groups have more or less than {size} columns and cannot be sorted"
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:

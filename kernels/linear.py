@@ -1,7 +1,7 @@
 """Linear layers on quantized weights, and the choice of the backend that runs them.
 
 Every backend computes with the values of its `QuantizedWeight`, exact in float32 and rounded once to the dtype of the
-activations, except cpu-int4, which says what it rounds.
+activations.
 """
 
 from __future__ import annotations
@@ -168,52 +168,6 @@ class CpuLinear(QuantLinear):
         return functional.linear(x, self.dense, self.bias)
 
 
-class CpuInt4Linear(TorchLinear):
-    """Torch's int4 kernel for up to `most_tokens` tokens, the torch backend for more; holds the weight for both.
-
-    `_weight_int4pack_mm_for_cpu` computes (code - 8) * scale + (offset + 8 * scale), each rounded to bfloat16, which
-    changes an evaluation: never chosen automatically. benchmarks/int4.py: 3.27 times as fast as a dense bfloat16
-    product for 1 token, 1.58 for 4, 0.98 for 8 (4096 x 4096, one thread of an AMD EPYC, AVX-512 BF16, torch 2.13).
-    """
-
-    summary: ClassVar[str] = "runs torch's 4-bit kernel, with scales and zeros in bfloat16, up to 4 tokens at a time"
-    device_type: ClassVar[str | None] = "cpu"
-    exact: ClassVar[tuple[str, ...]] = (*TorchLinear.exact, "grid")
-    most_tokens: ClassVar[int] = 4
-
-    packed: Tensor
-    grid: Tensor
-    order: Tensor
-
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
-        super().__init__(weight, bias, dtype)
-        order = torch.argsort(weight.group_index, stable=True)
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes[:, order].int(), 1)
-        grid = torch.stack([weight.scale.t(), (8 * weight.scale + weight.offset).t()], dim=-1).bfloat16()
-        for name, buffer in (("packed", packed), ("grid", grid), ("order", order)):
-            self.register_buffer(name, buffer, persistent=False)
-
-    @classmethod
-    def refusal(cls, weight: QuantizedWeight, dtype: torch.dtype) -> str | None:
-        """Return why the kernel cannot serve the layer, or None where it can."""
-        size, columns, rows = weight.group_size, weight.in_features, weight.out_features
-        fits = dtype == torch.bfloat16 and weight.bits == 4 and rows % 16 == 0
-        if not fits or size not in (32, 64, 128, 256) or columns % size:
-            return (
-                "it takes bfloat16, 4 bits, whole groups of 32, 64, 128 or 256 columns and a multiple of 16 outputs, "
-                f"not {dtype}, {weight.bits} bits, groups of {size} in {columns} columns and {rows} outputs"
-            )
-        return super().refusal(weight, dtype) or uneven_groups(weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output, (..., out) in the dtype of `x`, which is (..., in)."""
-        if x.dtype != self.grid.dtype or x.numel() > self.most_tokens * self.in_features:
-            return super().forward(x)
-        rows = x.reshape(-1, self.in_features)[:, self.order]
-        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, self.group_size, self.grid)
-        return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], self.out_features)
-
-
 def find_backend(name: str) -> type[QuantLinear]:
     """Return the class of the backend called `name`, one of `BACKENDS`."""
     module, _, attribute = BACKENDS[name].rpartition(".")
@@ -267,13 +221,6 @@ def whole_zero_points(weight: QuantizedWeight) -> Tensor | None:
     zero = (-weight.offset / weight.scale).round()
     whole = torch.equal(-(zero * weight.scale), weight.offset)
     return zero.to(torch.int16) if whole and zero.min() >= 0 and zero.max() <= 2**weight.bits else None
-
-
-def uneven_groups(weight: QuantizedWeight) -> str | None:
-    """Return why columns cannot be sorted into groups of one size, the last shorter at most; None where they can."""
-    members = torch.bincount(weight.group_index, minlength=weight.scale.shape[1])
-    even = bool((members[:-1] == weight.group_size).all())
-    return None if even else f"some groups have more or less than {weight.group_size} columns and cannot be sorted"
 
 
 def _to_stream(values: Tensor, bits: int) -> Tensor:

@@ -115,12 +115,8 @@ def test_dtypes(checkpoint):
     dense, reference = (load(checkpoint, device="cpu", backend=name)[0] for name in ("auto", "torch"))
     assert dense.dtype == outputs(dense).dtype == torch.bfloat16
     assert torch.equal(outputs(dense), outputs(reference))
-    with pytest.raises(BackendError, match=r"'cpu-int4' cannot serve model\.layers\.0.*it takes bfloat16"):
-        load(checkpoint, device="cpu", backend="cpu-int4", dtype="float32")
-    loaded, _ = load(checkpoint, device="cpu", backend="cpu-int4")
-    assert torch.equal(outputs(loaded), outputs(dense))  # many tokens
-    few = [each(torch.tensor([[5, 6]])).logits.float() for each in (loaded, dense)]
-    assert 0 < float((few[0] - few[1]).norm() / few[1].norm()) < 0.05
+    with pytest.raises(BackendError, match=r"'cuda' cannot serve model\.layers\.0.*serves cuda devices only"):
+        load(checkpoint, device="cpu", backend="cuda")
 
 
 MIXTURE = "model.layers.1.mlp.experts.2.up_proj."

@@ -10,7 +10,6 @@ from gptqkit.errors import BackendError
 from gptqkit.kernels import backends
 from gptqkit.kernels.backends import BACKENDS, check_backend
 from gptqkit.kernels.linear import (
-    CpuInt4Linear,
     CpuLinear,
     QuantLinear,
     TorchLinear,
@@ -101,7 +100,7 @@ def test_changing_the_dtype_does_not_round_the_weight(scale):
 
 
 def test_layers_hold_nothing_to_train_and_their_state_survives_saving():
-    for name in ("torch", "cpu", "cpu-int4"):
+    for name in ("torch", "cpu"):
         first, second = (
             make_linear(make_weight(seed=seed), torch.randn(64), torch.bfloat16, name="layer", backend=name)
             for seed in (1, 2)
@@ -114,31 +113,6 @@ def test_layers_hold_nothing_to_train_and_their_state_survives_saving():
         assert "out_features=64, bits=4, group_size=32, act_order=False, bias=True" in repr(first)
 
 
-@pytest.mark.parametrize("index", [None, SHUFFLED], ids=["natural", "act_order"])
-@pytest.mark.parametrize("tokens", [1, CpuInt4Linear.most_tokens, CpuInt4Linear.most_tokens + 1])
-def test_int4_backend_is_near(index, tokens):
-    weight, bias = make_weight(index=index), torch.randn(64).bfloat16()
-    linear = CpuInt4Linear(weight, bias, torch.bfloat16)
-    x = torch.randn(1, tokens, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
-    expected = x.double() @ exact(weight).t() + bias.double()
-    dense = TorchLinear(weight, bias, torch.bfloat16)(x)
-    assert linear(x).shape == (1, tokens, 64)
-    assert error(linear(x), expected) <= 2 * error(dense, expected)
-    assert torch.equal(linear(x), dense) == (tokens > CpuInt4Linear.most_tokens)
-
-
-def test_int4_backend_rounds_scales_and_zeros_to_bfloat16():
-    """Why it is never chosen automatically: what it multiplies with is not the checkpoint's weight."""
-    weight = make_weight(rows=64, columns=32)
-    linear = CpuInt4Linear(weight, None, torch.bfloat16)
-    columns = torch.eye(32, dtype=torch.bfloat16).split(CpuInt4Linear.most_tokens)
-    product = torch.cat([linear(part) for part in columns]).t()
-    scale, zero = weight.scale, (8 - weight.zero_point()) * weight.scale
-    rounded = (weight.codes.float() - 8) * scale.bfloat16().float() + zero.bfloat16().float()
-    assert torch.equal(product, rounded.bfloat16())
-    assert not torch.equal(product, weight.dequantize(torch.bfloat16))
-
-
 def test_automatic_choice_is_exact_and_explains_itself():
     layer = make_linear(make_weight(), None, torch.bfloat16, name="layer")
     assert isinstance(layer, CpuLinear)
@@ -149,26 +123,16 @@ def test_automatic_choice_is_exact_and_explains_itself():
 
 def test_every_backend_is_found_and_torch_serves_what_the_others_may_refuse():
     assert all(issubclass(find_backend(name), QuantLinear) for name in BACKENDS)
-    assert list(BACKENDS).index("cuda") < list(BACKENDS).index("torch") < list(BACKENDS).index("cpu-int4")
+    assert list(BACKENDS)[-1] == "torch"
     assert find_backend("torch").device_type is None
 
 
-@pytest.mark.parametrize(
-    ("settings", "dtype", "reason"),
-    [
-        ({}, torch.float32, r"not torch\.float32"),
-        ({"bits": 3}, torch.bfloat16, "3 bits"),
-        ({"group_size": 96}, torch.bfloat16, "groups of 96"),
-        ({"group_size": 64}, torch.bfloat16, "groups of 64 in 96 columns"),
-        ({"rows": 72}, torch.bfloat16, "72 outputs"),
-        ({"index": UNEVEN}, torch.bfloat16, "cannot be sorted"),
-    ],
-)
-def test_an_explicit_choice_that_cannot_serve_is_an_error_that_says_why(settings, dtype, reason):
-    weight = make_weight(**settings)
-    with pytest.raises(BackendError, match=rf"'cpu-int4' cannot serve model\.layer: .*{reason}"):
-        make_linear(weight, None, dtype, name="model.layer", backend="cpu-int4")
-    assert "as asked for" in make_linear(weight, None, dtype, name="layer", backend="torch").choice.reason
+def test_an_explicit_choice_that_cannot_serve_is_an_error_that_says_why():
+    with pytest.raises(BackendError, match=r"'cuda' cannot serve model\.layer: .*serves cuda devices only.* on cpu"):
+        make_linear(make_weight(), None, torch.float16, name="model.layer", backend="cuda")
+    assert (
+        "as asked for" in make_linear(make_weight(), None, torch.float16, name="layer", backend="torch").choice.reason
+    )
 
 
 def test_unknown_backends_are_refused():
