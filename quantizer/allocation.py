@@ -1,4 +1,4 @@
-"""Bits where they matter: of every part of a model one of several widths, so that the whole loses least in a budget."""
+"""Bits where they matter: every part of a model is kept in one of several ways, so that the whole loses least."""
 
 from __future__ import annotations
 
@@ -10,66 +10,68 @@ from ..errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Width:
-    """One width that a part may have.
+class Candidate:
+    """One way of keeping a part.
 
     Attributes:
-        bits: Bits per code.
+        bits: Bits per code; None where the part stays in floating point.
+        group_size: Columns per group; None for one group per row.
         size: Bits that the part takes, scales and zero points included.
         loss: What it loses; losses of parts add up.
     """
 
-    bits: int
+    bits: int | None
+    group_size: int | None
     size: float
     loss: float
 
 
-def allocate_bits(parts: Mapping[str, Sequence[Width]], budget: float) -> dict[str, int]:
-    """Return the bits of every part whose sizes come to `budget` bits at most, and whose losses to as little as can be.
+def allocate_bits(parts: Mapping[str, Sequence[Candidate]], budget: float) -> dict[str, Candidate]:
+    """Return one candidate for every part: sizes come to `budget` bits at most, and losses to as little as can be.
 
-    The steps from each width to larger ones on the lower convex hull of its (size, loss), best return first, until one
+    The steps from each candidate to larger ones on the lower convex hull of (size, loss), best return first, until one
     does not fit, which then is left out: optimal but for that last step (Everett 1963, generalized Lagrange
     multipliers; Shoham and Gersho 1988).
 
     Args:
-        parts: The widths that each may have, by name.
+        parts: The candidates of each, by name.
         budget: Bits for all.
 
     Raises:
-        ConfigError: Even the smallest widths take more.
+        ConfigError: Even the smallest candidates take more.
     """
-    hulls = {name: _hull(widths) for name, widths in parts.items()}
+    hulls = {name: _hull(candidates) for name, candidates in parts.items()}
     left = budget - sum(hull[0].size for hull in hulls.values())
     if left < 0:
         least = budget - left
-        raise ConfigError(f"the smallest widths take {least:.0f} bits, more than the budget of {budget:.0f}; raise it")
+        raise ConfigError(f"the smallest choices take {least:.0f} bits, more than the budget of {budget:.0f}; raise it")
     steps = [
         ((low.loss - high.loss) / (high.size - low.size), name, high, high.size - low.size)
         for name, hull in hulls.items()
         for low, high in itertools.pairwise(hull)
     ]
-    chosen = {name: hull[0].bits for name, hull in hulls.items()}
+    chosen = {name: hull[0] for name, hull in hulls.items()}
     full: set[str] = set()
     for _, name, high, growth in sorted(steps, key=lambda step: -step[0]):
         if name in full or growth > left:
             full.add(name)  # later steps of the part stand on this one
             continue
-        chosen[name] = high.bits
+        chosen[name] = high
         left -= growth
     return chosen
 
 
-def _hull(widths: Sequence[Width]) -> list[Width]:
-    """Return the widths on the lower convex hull, smallest first: each step brings less than the one before."""
-    hull: list[Width] = []
-    for width in sorted(widths, key=lambda each: (each.size, each.loss)):
-        if hull and width.loss >= hull[-1].loss:
+def _hull(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return those on the lower convex hull, smallest first: each step brings less than the one before."""
+    hull: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda each: (each.size, each.loss)):
+        if hull and candidate.loss >= hull[-1].loss:
             continue
-        while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-2], width):
+        while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-2], candidate):
             hull.pop()
-        hull.append(width)
+        hull.append(candidate)
     return hull
 
 
-def _gain(low: Width, high: Width) -> float:
+def _gain(low: Candidate, high: Candidate) -> float:
     return (low.loss - high.loss) / (high.size - low.size)

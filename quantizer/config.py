@@ -68,7 +68,8 @@ class QuantizeConfig:
         bits: Bits per weight.
         group_size: Input columns that share a scale and a zero point; -1 for one group per row.
         target_bits: Bits per weight on average, scales and zero points included, such as 3.25: the parts of every block
-            get 2, 3, 4 or 8 bits, where they matter most, but for modules that have an override.
+            get 2, 3, 4 or 8 bits, in groups of `group_size` or halves of it down to 32, or stay in floating point, as
+            it matters most, but for modules that have an override.
         target_size: Instead of that, the most that all tensors of the checkpoint may take, such as 4GB.
         sym: Symmetric or asymmetric grids: the zero point is fixed at 2^(bits-1), or chosen for every group.
         quality: "fast" solves every layer with gptq and refines it; "balanced" takes qep, simulated grids, and 40 steps
@@ -185,8 +186,8 @@ class QuantizeConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give 0 for none, or such as {usual}")
         if self.refine_rounds and self.method == "rtn":
             raise ConfigError("refine_rounds needs the Hessian, which rtn does without; leave it out, or choose gptq")
-        if self.target_bits is not None and not 2 < self.target_bits < 9:
-            raise ConfigError(f"target_bits is {self.target_bits}; give an average between 2 and 9, such as 3.25")
+        if self.target_bits is not None and not 2 < self.target_bits < 16:
+            raise ConfigError(f"target_bits is {self.target_bits}; give an average between 2 and 16, such as 3.25")
         choices = [name for name in ("target_bits", "target_size") if getattr(self, name) is not None]
         if choices and self.format == "gguf":
             raise ConfigError(f"{choices[0]} and gguf's types both choose bits; leave one out")

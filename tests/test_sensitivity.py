@@ -40,6 +40,22 @@ def test_bits_go_where_they_matter(tmp_path, target):
             assert len(kinds) == 1
 
 
+def test_smaller_groups_and_floating_point_are_choices_too(tmp_path):
+    model = loud()
+    linears = {name: module for name, module in model.named_modules() if name.endswith("_proj")}
+    for target in (3.9, 16 - 1e-9):
+        quantize(model, tmp_path / str(target), samples(16), bits=4, group_size=64, target_bits=target)
+        found = weights(tmp_path / str(target))
+        left = {name: module.weight.numel() for name, module in linears.items() if name not in found}
+        if target < 8:
+            assert not left
+            assert {weight.group_size for weight in found.values()} == {32, 64}
+        else:
+            assert 32 * sum(left.values()) < 16 * sum(module.weight.numel() for module in linears.values())  # float32
+            assert any("layers.0." in name for name in left)
+            assert not any("layers.1." in name for name in left)
+
+
 @pytest.mark.parametrize("format_", ["gptq_v2", "compressed-tensors"])
 def test_a_size_is_kept_and_used(tmp_path, format_):
     model, settings = loud(), {"bits": 3, "format": format_, "overrides": {"q_proj": {"bits": 8}}}

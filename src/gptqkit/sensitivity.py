@@ -1,4 +1,4 @@
-"""How sensitive every part of a model is: one pass over its blocks, solved at several widths and put back."""
+"""How sensitive every part of a model is: one pass over its blocks, solved in several ways and put back."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .calibration.halves import parts_of
 from .calibration.samples import Samples
 from .distributed import Processes
 from .errors import ConfigError, ShapeError
-from .export.formats import find_format
+from .export.formats import find_format, find_snap
 from .job import Job
 from .memory import checkpoint_bytes
 from .model import FloatModel
 from .pipeline import STATISTICS_BYTES
 from .progress import Progress, ProgressCallback
-from .quantizer.allocation import Width, allocate_bits
+from .quantizer.allocation import Candidate, allocate_bits
 from .quantizer.config import BITS, ModuleOverride, QuantizeConfig
 from .quantizer.gptq import solve_gptq
 from .run import LARGEST_BATCH, Run
@@ -38,6 +38,8 @@ from .units import size_text
 
 _LOG = logging.getLogger("gptqkit")
 SAMPLES = 4  # on which a block shows what an error inside it does to its output
+ROWS = 1024  # of a Linear, evenly spaced, that show what a candidate loses beside others
+SMALLEST_GROUP = 32
 PLAIN: Mapping[str, Any] = {"grid": "mse", "refine_rounds": 0, "learn_iterations": 0}  # better ones choose alike
 
 
@@ -61,11 +63,13 @@ def with_chosen_bits(
     run: Run,
     progress: ProgressCallback,
 ) -> QuantizeConfig:
-    """Return the settings with an override for every module that gets other bits than `bits`.
+    """Return the settings with an override for every module that gets other bits or groups, or stays in float.
 
-    Linears that share an input, such as q, k and v, and all experts of a layer have the same bits, as servers need it.
-    The loss of a width is tr(E Hd ET) of GPTQ's solution at it, times what such an error in this part does to the
-    output of its block, measured at one width; outputs count relative to their own size, and losses of blocks add up.
+    Linears that share an input, such as q, k and v, and all experts of a layer are kept in the same way, as servers
+    need it: in 2, 3, 4 or 8 bits, in groups as asked for or, with fewer than 8 bits, of half the size and so on down to
+    32 columns, or in floating point. The loss of a candidate is tr(E Hd ET) of GPTQ's solution, times what such an
+    error in this part does to the output of its block, measured for one candidate; outputs count relative to their own
+    size, and losses of blocks add up.
 
     Args:
         source: The float model.
@@ -76,8 +80,37 @@ def with_chosen_bits(
         progress: Called once per block.
 
     Raises:
-        ConfigError: A format with one setting for all modules, a target that no widths reach, or, with `strict`,
+        ConfigError: A format with one setting for all modules, a target that cannot be reached, or, with `strict`,
             Linears that do not fit.
+    """
+    parts, members = sensitivities(source, samples, config, processes, run, progress)
+    free = [target for group in members.values() for target in group]
+    chosen = allocate_bits(parts, _budget(source, free, parts, config))
+    if processes.rank == 0:
+        counts = Counter[str]()
+        for name in sorted(chosen, key=lambda each: (chosen[each].bits or math.inf, -(chosen[each].group_size or 0))):
+            counts[_name(chosen[name])] += len(members[name])
+        _LOG.info("chosen: %s", ", ".join(f"{count} modules {kept}" for kept, count in counts.items()))
+    overrides = {
+        f"^{re.escape(target.name)}$": _override(candidate)
+        for name, candidate in chosen.items()
+        for target in members[name]
+        if (candidate.bits, candidate.group_size) != (target.config.bits, target.config.group_size)
+    }
+    return dataclasses.replace(config, overrides={**overrides, **config.overrides})
+
+
+def sensitivities(
+    source: FloatModel,
+    samples: Samples,
+    config: QuantizeConfig,
+    processes: Processes,
+    run: Run,
+    progress: ProgressCallback,
+) -> tuple[dict[str, list[Candidate]], dict[str, list[Target]]]:
+    """Return, by the name of its first Linear, every part's candidates, and its Linears.
+
+    Arguments and errors are those of `with_chosen_bits`.
     """
     if find_format(config.format).uniform:
         raise ConfigError(
@@ -91,7 +124,7 @@ def with_chosen_bits(
     batches = Batches(samples, parts_of(samples, source.model), mine, size, processes.device)
     dtype = torch.float32 if processes.device.type == "cpu" else source.model.dtype
     streams = Streams(source, batches, processes, paired=False, skip=config.skip_nonfinite)
-    parts: dict[str, list[Width]] = {}
+    parts: dict[str, list[Candidate]] = {}
     members: dict[str, list[Target]] = {}
     place = "memory" if run.activations == "auto" else run.activations
     with tempfile.TemporaryDirectory(prefix="gptqkit-") as folder, source.outside(processes.device, dtype):
@@ -99,44 +132,40 @@ def with_chosen_bits(
         for layer, own in enumerate(targets):
             streams.enter(layer)
             with source.block(layer, processes.device, dtype):
-                for group, widths in _measured(layer, own, streams, config):
+                for group, candidates in _measured(layer, own, streams, config):
                     name = group.subsets[0][0].name
-                    parts[name], members[name] = widths, [each for subset in group.subsets for each in subset]
+                    parts[name], members[name] = candidates, [each for subset in group.subsets for each in subset]
                 streams.advance("hidden", layer, source.blocks[layer])
             if processes.rank == 0:
                 progress(Progress(stage="choose bits", done=layer + 1, total=len(targets), layer=layer))
-    free = [target for group in members.values() for target in group]
-    chosen = allocate_bits(parts, _budget(source, targets, free, parts, config))
-    if processes.rank == 0:
-        counts = Counter(dict.fromkeys(BITS, 0))
-        for name, bits in chosen.items():
-            counts[bits] += len(members[name])
-        _LOG.info("chosen: %s", ", ".join(f"{count} modules of {bits} bits" for bits, count in counts.items() if count))
-    overrides = {
-        f"^{re.escape(target.name)}$": ModuleOverride(bits=bits, group_size=target.config.group_size)
-        for name, bits in chosen.items()
-        for target in members[name]
-        if bits != target.config.bits
-    }
-    return dataclasses.replace(config, overrides={**overrides, **config.overrides})
+    return parts, members
+
+
+def _name(candidate: Candidate) -> str:
+    if candidate.bits is None:
+        return "in floating point"
+    groups = "" if candidate.group_size is None else f" in groups of {candidate.group_size}"
+    return f"of {candidate.bits} bits{groups}"
+
+
+def _override(candidate: Candidate) -> ModuleOverride:
+    if candidate.bits is None:
+        return ModuleOverride(skip=True)
+    return ModuleOverride(bits=candidate.bits, group_size=candidate.group_size or -1)
 
 
 def _budget(
-    source: FloatModel,
-    targets: Sequence[list[Target]],
-    free: Sequence[Target],
-    parts: Mapping[str, Sequence[Width]],
-    config: QuantizeConfig,
+    source: FloatModel, free: Sequence[Target], parts: Mapping[str, Sequence[Candidate]], config: QuantizeConfig
 ) -> float:
     """Return the bits that the parts may take: by the average, or what the size leaves when all else has its place."""
     if config.target_size is None:
         return cast(float, config.target_bits) * sum(each.shape[0] * each.shape[1] for each in free)
+    blocks = dict(zip(source.paths, source.blocks, strict=True))
     head = find_head(source.model, config)
-    every = [target for own in targets for target in own] + ([head] if head else [])
-    others = 8 * sum(checkpoint_bytes(source.model, every, config)) - sum(
-        _size(each, each.config.bits) for each in free
-    )
-    least = others + sum(min(width.size for width in widths) for widths in parts.values())
+    every = [target for own in find_targets(source.model, blocks, config)[0] for target in own]
+    whole = 8 * sum(checkpoint_bytes(source.model, [*every, *([head] if head else [])], config))
+    others = whole - sum(_size(each, config) for each in free)
+    least = others + sum(min(candidate.size for candidate in candidates) for candidates in parts.values())
     if least > 8 * config.target_size:
         asked, smallest = size_text(config.target_size), size_text(math.ceil(least / 8))
         raise ConfigError(f"target_size is {asked}, but the smallest widths make {smallest}; allow for more")
@@ -145,44 +174,73 @@ def _budget(
 
 def _measured(
     layer: int, targets: list[Target], streams: Streams, config: QuantizeConfig
-) -> Iterator[tuple[Group, list[Width]]]:
-    """Yield the parts of a block whose bits are not given, with what each width loses and takes."""
-    block, layout = streams.model.blocks[layer], find_format(config.format)
+) -> Iterator[tuple[Group, list[Candidate]]]:
+    """Yield the parts of a block whose bits are not given, with their candidates."""
+    block, stored = streams.model.blocks[layer], streams.model.model.dtype
     given = [target for target in targets if any(re.search(pattern, target.name) for pattern in config.overrides)]
     for group in streams.trace(layer, [target for target in targets if target not in given]):
         members = [target for subset in group.subsets for target in subset]
-        widths = [bits for bits in BITS if all(_holds(layout.check, target, bits) for target in members)]
-        probe = min(widths, key=lambda bits: (abs(bits - config.bits), bits))
-        lost, rounded = dict.fromkeys(widths, 0.0), dict[str, Tensor]()
+        ways = _ways(members)
+        probe = min(ways, key=lambda way: (abs(way[0] - config.bits), way[0]))
+        lost, rounded = dict.fromkeys(ways, 0.0), dict[str, Tensor]()
         pools: dict[Any, Any] = {}
         for portion in portions([group], lambda subset: 4 * subset[0].shape[1] ** 2, STATISTICS_BYTES):
             for one in streams.collect(layer, portion, pools, None):
-                moments = one.moments()
-                for target in one.targets:
-                    weight = matrix(block.get_submodule(target.inner)).detach().float()
-                    for bits in widths:
-                        settings = dataclasses.replace(target.config, bits=bits, **PLAIN)
-                        solution = solve_gptq(weight, moments, settings, layout.snap)
-                        lost[bits] += solution.loss or 0.0
-                        if bits == probe:
-                            rounded[target.inner] = solution.weight.dequantize()
+                for size in dict.fromkeys(size for _, size in ways):
+                    moments = one.moments()  # with the factor for groups of this size
+                    for target in one.targets:
+                        weight = matrix(block.get_submodule(target.inner)).detach().float()
+                        for way in [way for way in ways if way[1] == size]:
+                            settings = dataclasses.replace(_kept(target, *way).config, **PLAIN)
+                            snap, step = find_snap(settings), -(-len(weight) // ROWS)
+                            solution = solve_gptq(weight[::step], moments, settings, snap)
+                            lost[way] += step * (solution.loss or 0.0)
+                            if way == probe:
+                                whole = solution if step == 1 else solve_gptq(weight, moments, settings, snap)
+                                rounded[target.inner] = whole.weight.dequantize()
         effect = streams.processes.gather(_effect(layer, rounded, streams))[0]
         scale = effect / lost[probe] if lost[probe] else 0.0
-        sizes = {bits: sum(_size(each, bits) for each in members) for bits in widths}
-        yield group, [Width(bits=bits, size=sizes[bits], loss=scale * lost[bits]) for bits in widths]
+        candidates = [
+            Candidate(
+                bits=bits,
+                group_size=size,
+                size=sum(_size(_kept(each, bits, size), config) for each in members),
+                loss=scale * lost[bits, size],
+            )
+            for bits, size in ways
+        ]
+        plain = 8 * stored.itemsize * sum(each.shape[0] * each.shape[1] for each in members)
+        yield group, [*candidates, Candidate(bits=None, group_size=None, size=plain, loss=0.0)]
 
 
-def _holds(check: Any, target: Target, bits: int) -> bool:
+def _ways(members: Sequence[Target]) -> list[tuple[int, int | None]]:
+    """Return the bits and group sizes that all Linears of a part can have, the group size asked for first."""
+    asked = size = members[0].config.group_size
+    sizes = [asked]
+    while size is not None and size % 2 == 0 and size // 2 >= SMALLEST_GROUP:
+        size //= 2
+        sizes.append(size)
+    ways = [(bits, each) for each in sizes for bits in BITS if bits < max(BITS) or each == asked]
+    return [way for way in ways if all(_holds(_kept(target, *way)) for target in members)]
+
+
+def _kept(target: Target, bits: int, group_size: int | None) -> Target:
+    return dataclasses.replace(target, config=dataclasses.replace(target.config, bits=bits, group_size=group_size))
+
+
+def _holds(target: Target) -> bool:
     try:
-        check(dataclasses.replace(target.spec, bits=bits))
+        find_format(target.config.format).check(target.spec)
     except (ConfigError, ShapeError):
         return False
     return True
 
 
-def _size(target: Target, bits: int) -> float:
-    """Return the bits that a Linear takes: codes, and of every group a scale of 16 bits and a zero point."""
-    rows, columns = target.shape
+def _size(target: Target, config: QuantizeConfig) -> float:
+    """Return the bits that a Linear takes: in the file, or for an average codes, scales and zero points."""
+    if config.target_size is not None:
+        return 8 * find_format(config.format).nbytes(target.spec)
+    (rows, columns), bits = target.shape, target.config.bits
     return rows * (columns * bits + (16 + bits) * (columns // (target.config.group_size or columns)))
 
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from gptqkit.errors import ConfigError
-from gptqkit.quantizer.allocation import Width, allocate_bits
+from gptqkit.quantizer.allocation import Candidate, allocate_bits
 
 BITS = (2, 3, 4, 8)
 
@@ -17,13 +17,14 @@ def parts(count, seed):
     for number in range(count):
         size, loss, base = draw.choice((64, 128, 512)), draw.uniform(0.01, 10), draw.uniform(3, 5)
         noise = {bits: draw.uniform(0.7, 1.3) for bits in BITS}
-        found[str(number)] = [Width(bits=b, size=size * b, loss=noise[b] * loss * base**-b) for b in BITS]
+        found[str(number)] = [
+            Candidate(bits=b, group_size=None, size=size * b, loss=noise[b] * loss * base**-b) for b in BITS
+        ]
     return found
 
 
-def totals(chosen, of):
-    widths = [next(width for width in of[name] if width.bits == bits) for name, bits in chosen.items()]
-    return sum(width.size for width in widths), sum(width.loss for width in widths)
+def totals(chosen):
+    return sum(each.size for each in chosen.values()), sum(each.loss for each in chosen.values())
 
 
 def bound(of, budget):
@@ -45,7 +46,7 @@ def test_many_parts_come_near_the_lower_bound(seed):
     smallest, largest = (sum(pick(w.size for w in widths) for widths in of.values()) for pick in (min, max))
     for share in (0.0, 0.1, 0.3, 0.6, 1.0):
         budget = smallest + share * (largest - smallest)
-        size, loss = totals(allocate_bits(of, budget), of)
+        size, loss = totals(allocate_bits(of, budget))
         assert size <= budget
         assert bound(of, budget) <= loss * (1 + 1e-9)
         assert loss <= 1.06 * bound(of, budget)
@@ -55,8 +56,8 @@ def test_many_parts_come_near_the_lower_bound(seed):
 def test_few_parts_are_never_far_from_the_best_combination(seed):
     of = parts(5, seed)
     budget = 3.4 * sum(widths[0].size / 2 for widths in of.values())
-    size, loss = totals(allocate_bits(of, budget), of)
-    every = (totals(dict(zip(of, bits, strict=True)), of) for bits in itertools.product(BITS, repeat=5))
+    size, loss = totals(allocate_bits(of, budget))
+    every = (totals(dict(zip(of, each, strict=True))) for each in itertools.product(*of.values()))
     assert loss <= 1.6 * min(loss for size, loss in every if size <= budget)
     assert size <= budget
 
