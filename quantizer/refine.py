@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from ..calibration.statistics import full_float32
-from .grid import GroupGrid, Snap
+from ..kernels.library import KernelLibrary
+from ..kernels.sweep import MOST_COLUMNS, Sweep, sweep_block, sweep_library
+from .grid import GroupGrid, IntegerZeroPoint, Snap
 from .quantized import QuantizedWeight
 
 _SEGMENT = 16  # columns decided one by one before the rest of their group is updated with one matrix product
@@ -50,7 +52,8 @@ def refine(weight: QuantizedWeight, target: Tensor, hessian: Tensor, snap: Snap 
     """
     order = torch.argsort(weight.group_index.long(), stable=True)
     inside = hessian if weight.trivial_group_index else hessian[order][:, order]
-    descent = _Descent(weight, order, target.T[order], inside)
+    library = sweep_library(target) if isinstance(snap, IntegerZeroPoint) else None
+    descent = _Descent(weight, order, target.T[order], inside, library)
     with full_float32():
         for _ in range(rounds):
             for number in range(weight.scale.shape[1]):
@@ -68,14 +71,16 @@ def refine(weight: QuantizedWeight, target: Tensor, hessian: Tensor, snap: Snap 
 class _Descent:
     """Codes and grids while they are moved; columns first, (in, out), those of a group side by side."""
 
-    def __init__(self, weight: QuantizedWeight, order: Tensor, target: Tensor, hessian: Tensor) -> None:
+    def __init__(
+        self, weight: QuantizedWeight, order: Tensor, target: Tensor, hessian: Tensor, library: KernelLibrary | None
+    ) -> None:
         dtype, top = target.dtype, 2**weight.bits - 1
         scales, offsets = weight.scale.T.to(dtype), weight.offset.T.to(dtype)
         self.grids = [GroupGrid(scale, offset, top) for scale, offset in zip(scales, offsets, strict=True)]
         self.codes = weight.codes.T[order].to(dtype)
         self.gain = torch.zeros((), dtype=torch.float64, device=target.device)
         self.latent = torch.empty_like(target)
-        self._weight, self._hessian = weight, hessian
+        self._weight, self._hessian, self._library = weight, hessian, library
         index = weight.group_index[order].long()
         self._values = self.codes * scales[index] + offsets[index]
         self._error = target - self._values
@@ -109,6 +114,9 @@ class _Descent:
 
     def _move_codes(self, number: int, part: slice, pull: Tensor, inner: Tensor) -> None:
         """Take the best code of each column in turn."""
+        if self._library is not None and len(inner) <= MOST_COLUMNS:
+            self._move_codes_fused(self._library, number, part, pull, inner)
+            return
         grid, diagonal = self.grids[number], inner.diagonal()
         values, codes, latent = self._values[part], self.codes[part], self.latent[part]  # views
         start, moved = pull.clone(), torch.empty_like(values)
@@ -122,3 +130,32 @@ class _Descent:
             pull[end:].addmm_(inner[begin:end, end:].T, moved[begin:end], alpha=-1)
         values += moved
         self.gain += (moved * (2 * start - inner @ moved)).sum(dtype=torch.float64)
+
+    def _move_codes_fused(self, library: KernelLibrary, number: int, part: slice, pull: Tensor, inner: Tensor) -> None:
+        """Do the same in the kernel of the sweep.
+
+        A latent l_i = v_i + (pull_i - sum over k < i of H_ki (q_k - v_k)) / H_ii, v the value before and q after it, is
+        what the kernel makes of a block b with inverse 1 - A and shift -A, A = triu(H_ki / H_ii, 1), where errors are
+        l_k - q_k: l_i = b_i - sum A_ki l_k + sum A_ki (l_k - q_k), b_i = v_i + pull_i / H_ii + sum A_ki v_k.
+        """
+        grid, values, diagonal = self.grids[number], self._values[part], inner.diagonal()
+        share = (inner / diagonal).triu(1)
+        latent = self.latent[part]
+        latent.copy_(values + pull / diagonal.unsqueeze(1) + share.T @ values)
+        after, codes = torch.empty_like(values), torch.empty_like(values, dtype=torch.uint8)
+        sweep = Sweep(
+            block=latent,
+            inverse=torch.eye(len(inner), device=inner.device) - share,
+            shift=-share,
+            importance=None,
+            group=torch.zeros(len(inner), dtype=torch.int32, device=inner.device),
+            scale=grid.scale.unsqueeze(0),
+            zero=grid.zero.unsqueeze(0),
+            codes=codes,
+            values=after,
+        )
+        sweep_block(library, sweep, group_size=len(inner), bits=self._weight.bits, sym=False, min_zero=0)
+        moved = after - values
+        self.codes[part] = codes.to(values.dtype)
+        values += moved
+        self.gain += (moved * (2 * pull - inner @ moved)).sum(dtype=torch.float64)

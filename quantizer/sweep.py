@@ -5,6 +5,8 @@ All rows go at once, so everything inside is held columns first: (in, out). Name
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
@@ -44,14 +46,15 @@ class ColumnSweep:
         self.tight = config.learn_iterations > 0 or config.type is not None
         self.grids: dict[int, GroupGrid] = {}
         self._group: list[int] = order.group.tolist()
+        self._library: KernelLibrary | None = None
 
     def run(self, upper: Tensor, shift: Tensor | None, block_size: int) -> float:
         """Sweep all columns; return the sum of ((w_i - q_i) R_ii)^2, which equals tr(E Hd ET)."""
         target, importance = self.target, upper.diagonal().square()
-        library = None
-        fits = self.config.grid == "minmax" or (self.config.grid == "mse" and not self.tight)  # as the kernel does
-        if fits and block_size <= MOST_COLUMNS and isinstance(self.snap, IntegerZeroPoint):
-            library = sweep_library(target)
+        self._library = sweep_library(target) if isinstance(self.snap, IntegerZeroPoint) else None
+        fits = self._library is not None and not self.order.static and self.group_size <= block_size <= MOST_COLUMNS
+        # The kernel fits such grids itself.
+        fits &= self.config.grid == "minmax" or (self.config.grid == "mse" and not self.tight)
         error = torch.empty_like(target)  # E = W - Q
         current = self.rounded  # w at the moment it was rounded
         if current is None and shift is not None:
@@ -67,10 +70,8 @@ class ColumnSweep:
             if start:
                 block.addmm_(inverse.T, upper[:start, start:stop].T @ error[:start])
             inner = None if shift is None else shift[start:stop, start:stop]
-            if library is None:
-                scaled = self._sweep_block(block, start, inverse, inner, importance)
-            else:
-                scaled = self._sweep_block_fused(library, block, start, inverse, inner, importance)
+            sweep = self._sweep_block_fused if fits else self._sweep_block
+            scaled = sweep(block, start, inverse, inner, importance)
             loss += scaled.square().sum(dtype=torch.float64)
             if current is not None:
                 current[start:stop] = block
@@ -101,8 +102,19 @@ class ColumnSweep:
     def _sweep_group(self, block: Tensor, start: int, inverse: Tensor, shift: Tensor | None) -> Tensor:
         """Do the same with columns whose grids are there.
 
-        Columns of one segment are updated one by one, those beyond it with one matrix product per segment.
+        Columns of one segment are updated one by one, those beyond it with one matrix product per segment; or all in
+        one kernel, which sums in another order: a code on the edge may differ.
         """
+        if self._library is not None and len(block) <= MOST_COLUMNS:
+            groups = self._group[start : start + len(block)]
+            present = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+            scale, zero = (
+                torch.stack([getattr(self.grids[group], name) for group in present]) for name in ("scale", "zero")
+            )
+            group = torch.zeros(len(block), dtype=torch.int32, device=block.device)
+            if len(present) > 1:
+                group.copy_(torch.tensor([present[group] for group in groups]))
+            return self._run_kernel(block, start, inverse, shift, importance=None, group=group, scale=scale, zero=zero)
         scaled = torch.empty_like(block)
         for begin in range(0, len(block), _SEGMENT):
             end = min(begin + _SEGMENT, len(block))
@@ -119,44 +131,35 @@ class ColumnSweep:
         return scaled
 
     def _sweep_block_fused(
-        self,
-        library: KernelLibrary,
-        block: Tensor,
-        start: int,
-        inverse: Tensor,
-        shift: Tensor | None,
-        importance: Tensor,
+        self, block: Tensor, start: int, inverse: Tensor, shift: Tensor | None, importance: Tensor
     ) -> Tensor:
-        """Do what `_sweep_block` does in one kernel, which sums in another order: a code on the edge may differ."""
-        width = block.shape[0]
-        positions = slice(start, start + width)
-        inside = not self.order.static and self.group_size <= width  # the kernel fits the grids
-        if not inside:
-            self._begin_group(start, block, inverse, shift, importance)
-        groups = self.order.group[positions]
-        first = groups[:: self.group_size]  # the groups that begin inside, in the order of the sweep
-        if inside:
-            scale, zero = block.new_empty(2, first.numel(), block.shape[1]).unbind()
-        else:
-            grids = [self.grids[group] for group in sorted(self.grids)]
-            scale, zero = torch.stack([grid.scale for grid in grids]), torch.stack([grid.zero for grid in grids])
-        tensors = Sweep(
-            block=block,
-            inverse=inverse.contiguous(),
-            shift=None if shift is None else shift.contiguous(),
-            importance=importance[positions] if self.config.grid == "mse" else None,
-            group=None if inside else groups.to(torch.int32),
-            scale=scale,
-            zero=zero,
-            codes=self.codes[positions],
-            values=self.values[positions],
-        )
-        min_zero = self.snap.least if isinstance(self.snap, IntegerZeroPoint) else 0
-        bits, sym = self.config.bits, self.config.sym
-        scaled = sweep_block(library, tensors, group_size=self.group_size, bits=bits, sym=sym, min_zero=min_zero)
-        for group, one, its_zero in zip(first.tolist() if inside else (), scale, zero, strict=False):
+        """Do what `_sweep_block` does in one kernel, the fitting of grids as well."""
+        positions = slice(start, start + len(block))
+        first = self.order.group[positions][:: self.group_size]  # the groups in the order of the sweep
+        scale, zero = block.new_empty(2, len(first), block.shape[1]).unbind()
+        judges = importance[positions] if self.config.grid == "mse" else None
+        scaled = self._run_kernel(block, start, inverse, shift, importance=judges, group=None, scale=scale, zero=zero)
+        for group, one, its_zero in zip(first.tolist(), scale, zero, strict=True):
             self.grids[group] = GroupGrid(one, -((its_zero + 0.0) * one), 2**self.config.bits - 1)
         return scaled
+
+    def _run_kernel(
+        self, block: Tensor, start: int, inverse: Tensor, shift: Tensor | None, **grids: Tensor | None
+    ) -> Tensor:
+        """Sweep the columns of `block` in one kernel, on grids as `Sweep` takes them."""
+        positions, snap = slice(start, start + len(block)), cast(IntegerZeroPoint, self.snap)
+        tensors: dict[str, Any] = {"block": block, "inverse": inverse.contiguous(), **grids}
+        tensors["shift"] = None if shift is None else shift.contiguous()
+        sweep = Sweep(codes=self.codes[positions], values=self.values[positions], **tensors)
+        config = self.config
+        return sweep_block(
+            cast(KernelLibrary, self._library),
+            sweep,
+            group_size=self.group_size,
+            bits=config.bits,
+            sym=config.sym,
+            min_zero=snap.least,
+        )
 
     def _begin_group(
         self, position: int, block: Tensor, inverse: Tensor, shift: Tensor | None, importance: Tensor

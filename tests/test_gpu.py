@@ -36,6 +36,7 @@ CASES = [
     ("qwen2", {"method": "gptaq", "true_sequential": False}, "disk"),
     pytest.param(("mixtral", {"method": "gptq"}, "device"), marks=pytest.mark.slow),
     ("gpt_oss", {"method": "gptaq"}, "device"),
+    ("llama", {"method": "qep", "grid": "sim"}, "auto"),
     ("llava", {"method": "gptaq"}, "auto"),
     ("bert", {"method": "gptq"}, "auto"),
     pytest.param(("t5", {"method": "gptaq"}, "disk"), marks=pytest.mark.slow),

@@ -5,6 +5,7 @@ import torch
 
 from gptqkit.errors import ShapeError
 from gptqkit.kernels.sweep import Sweep, sweep_block, sweep_library
+from gptqkit.quantizer import refine as refinement
 from gptqkit.quantizer import sweep as solver
 from gptqkit.quantizer.config import QuantizeConfig
 from gptqkit.quantizer.grid import GroupGrid, IntegerZeroPoint, fit_grid
@@ -28,8 +29,9 @@ def fused(emulation, monkeypatch):
         calls.append(1)
         return sweep_block(*arguments, **settings)
 
-    monkeypatch.setattr(solver, "sweep_library", lambda _: emulation.launcher.library)
-    monkeypatch.setattr(solver, "sweep_block", counted)
+    for module in (solver, refinement):
+        monkeypatch.setattr(module, "sweep_library", lambda _: emulation.launcher.library)
+        monkeypatch.setattr(module, "sweep_block", counted)
     return calls
 
 
@@ -51,6 +53,8 @@ def loss(weight, approximation, hessian):
         (4, False, 32, "gptq", "mse"),
         (4, False, None, "gptq_v2", "minmax"),
         (8, False, 24, "gptq_v2", "minmax"),
+        (2, False, 16, "gptq_v2", "sim"),
+        (3, True, 48, "gptq", "sim"),
     ],
 )
 def test_the_solver_on_the_kernel_finds_the_same(fused, monkeypatch, order, bits, sym, group_size, format_, grid):
@@ -82,6 +86,27 @@ def test_the_solver_on_the_kernel_finds_the_same(fused, monkeypatch, order, bits
     losses = [loss(weight, solution.weight.dequantize(), exact) for solution in (on_kernel, in_torch)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert on_kernel.loss == pytest.approx(in_torch.loss, rel=1e-3)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("bits", "sym", "group_size"), [(2, False, 16), (4, True, 96), (3, False, 48)])
+def test_refinement_on_the_kernel_finds_the_same(fused, monkeypatch, order, bits, sym, group_size):
+    weight, inputs = correlated(40, 96, 800)
+    settings = {"bits": bits, "sym": sym, "group_size": group_size, **ORDERS[order]}
+    start = solve_gptq(weight, moments(inputs), QuantizeConfig(method="gptq", refine_rounds=0, **settings)).weight
+    hessian, target = damped(moments(inputs)).float(), weight.float()
+    groups = 96 // group_size
+    fused.clear()
+    on_kernel = refinement.refine(start, target, hessian, IntegerZeroPoint(), 2)
+    assert len(fused) == 2 * groups
+    monkeypatch.setattr(refinement, "sweep_library", lambda _: None)
+    in_torch = refinement.refine(start, target, hessian, IntegerZeroPoint(), 2)
+    assert len(fused) == 2 * groups
+    assert (on_kernel.weight.codes != in_torch.weight.codes).float().mean() < 0.01
+    assert torch.allclose(on_kernel.latent, in_torch.latent, atol=1e-3 * float(target.abs().max()))
+    assert on_kernel.gain == pytest.approx(in_torch.gain, rel=1e-3)
+    before, after = (loss(weight, each.dequantize(), damped(moments(inputs))) for each in (start, on_kernel.weight))
+    assert before - after == pytest.approx(on_kernel.gain, rel=1e-3)
 
 
 def test_codes_equal_the_textbook_loop(fused):
