@@ -73,6 +73,8 @@ def test_a_size_is_kept_and_used(tmp_path, format_):
     assert again.report.config.target_size == target
     with pytest.raises(ConfigError, match=r"target_size is 1.00 KiB, but the smallest widths make \d+"):
         size("small", target_size=1024)
+    with pytest.raises(ConfigError, match=r"1\.00 GiB, in which everything fits in floating point; give less"):
+        size("large", target_size=1 << 30)
 
 
 def test_chosen_bits_lose_less_than_the_same_for_all(tmp_path):

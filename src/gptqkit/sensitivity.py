@@ -86,6 +86,11 @@ def with_chosen_bits(
     parts, members = sensitivities(source, samples, config, processes, run, progress)
     free = [target for group in members.values() for target in group]
     chosen = allocate_bits(parts, _budget(source, free, parts, config))
+    if all(candidate.bits is None for candidate in chosen.values()):
+        name, given = "target_bits", str(config.target_bits)
+        if config.target_size is not None:
+            name, given = "target_size", size_text(config.target_size)
+        raise ConfigError(f"{name} is {given}, in which everything fits in floating point; give less")
     if processes.rank == 0:
         counts = Counter[str]()
         for name in sorted(chosen, key=lambda each: (chosen[each].bits or math.inf, -(chosen[each].group_size or 0))):
