@@ -59,6 +59,8 @@ OURS = {
     "w3-g64-asym-v2": "--bits 3 --group-size 64 --asym --format gptq_v2",
     "w2-g64-sym-v1": "--bits 2 --group-size 64 --sym --format gptq",
     "w2-g64-asym-v2": "--bits 2 --group-size 64 --asym --format gptq_v2",
+    "w3-mixed-asym-v2": "--bits 3 --group-size 128 --asym --format gptq_v2 --target-bits 3.6",
+    "w4-mixed-sym-v2": "--bits 4 --sym --format gptq_v2 --override down_proj$:group_size=32 --skip 0.self_attn.o_proj$",
     "w4-g128-asym-awq": "--bits 4 --group-size 128 --asym --format awq",
     "w4-g64-asym-static-awq": "--bits 4 --group-size 64 --asym --format awq --desc-act --static-groups",
     "w4-g128-sym-skip-awq": "--bits 4 --group-size 128 --sym --format awq --skip down_proj$",
@@ -72,6 +74,7 @@ OURS = {
     "w8-g64-asym-ct": "--bits 8 --group-size 64 --asym --format compressed-tensors",
     "w3-g128-sym-ct": "--bits 3 --group-size 128 --sym --format compressed-tensors",
     "w3-g64-asym-ct": "--bits 3 --group-size 64 --asym --format compressed-tensors",
+    "w3-mixed-asym-ct": "--bits 3 --group-size 128 --asym --format compressed-tensors --target-bits 3.6",
     "w2-g64-asym-ct": "--bits 2 --group-size 64 --asym --format compressed-tensors",
 }
 
