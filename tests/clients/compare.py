@@ -161,7 +161,11 @@ GPTQMODEL = Client(
     variables=GPTQMODEL_VARIABLES,
     refusals=GPTQMODEL_REFUSALS,
 )
-TRANSFORMERS = replace(GPTQMODEL, script="transformers_client.py", reads="^(?!.*-experts-).*-v[12]", refusals={})
+# optimum knows one setting of bits and group size for all modules.
+ONE_SETTING = {"-mixed-": r"You set `ignore_mismatched_sizes` to `False`"}
+TRANSFORMERS = replace(
+    GPTQMODEL, script="transformers_client.py", reads="^(?!.*-experts-).*-v[12]", refusals=ONE_SETTING
+)
 AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()  # which its experts on CPUs need
 VLLM = Client(
     environment="vllm",
@@ -187,7 +191,7 @@ CLIENTS = {
     "GPTQModel, its choice": replace(GPTQMODEL, **CHOICE, refusals={**GPTQMODEL_REFUSALS, **INT4PACK_REFUSALS}),
     "GPTQModel, AWQ torch kernel": replace(GPTQMODEL, kernel="awq_torch", reads="-awq", refusals={}),
     "transformers, torch kernel": TRANSFORMERS,
-    "transformers, its choice": replace(TRANSFORMERS, **CHOICE, refusals=INT4PACK_REFUSALS),
+    "transformers, its choice": replace(TRANSFORMERS, **CHOICE, refusals={**ONE_SETTING, **INT4PACK_REFUSALS}),
     "transformers, AWQ torch kernel": replace(TRANSFORMERS, kernel="torch_awq", exact=False, reads="-awq"),
     "transformers, compressed-tensors": Client(
         environment="llmcompressor",
