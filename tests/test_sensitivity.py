@@ -40,20 +40,34 @@ def test_bits_go_where_they_matter(tmp_path, target):
             assert len(kinds) == 1
 
 
-def test_smaller_groups_and_floating_point_are_choices_too(tmp_path):
-    model = loud()
-    linears = {name: module for name, module in model.named_modules() if name.endswith("_proj")}
-    for target in (3.9, 16 - 1e-9):
-        quantize(model, tmp_path / str(target), samples(16), bits=4, group_size=64, target_bits=target)
-        found = weights(tmp_path / str(target))
-        left = {name: module.weight.numel() for name, module in linears.items() if name not in found}
-        if target < 8:
-            assert not left
-            assert {weight.group_size for weight in found.values()} == {32, 64}
-        else:
-            assert 32 * sum(left.values()) < 16 * sum(module.weight.numel() for module in linears.values())  # float32
-            assert any("layers.0." in name for name in left)
-            assert not any("layers.1." in name for name in left)
+def average(model, out):
+    """The bits per weight of a checkpoint's Linears, those in floating point with the others."""
+    found = weights(out)
+    linears = {name: module.weight for name, module in model.named_modules() if name.endswith("_proj")}
+    stored = sum(8 * weight.nbytes for name, weight in linears.items() if name not in found)
+    stored += sum(
+        weight.codes.numel() * (weight.bits + (16 + weight.bits) / weight.group_size) for weight in found.values()
+    )
+    return stored / sum(weight.numel() for weight in linears.values()), linears.keys() - found.keys()
+
+
+def test_smaller_groups_are_choices_too(tmp_path):
+    quantize(loud(), tmp_path / "out", samples(16), bits=4, group_size=64, target_bits=3.9)
+    assert {weight.group_size for weight in weights(tmp_path / "out").values()} == {32, 64}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_floating_point_is_a_choice_too(tmp_path, dtype):
+    model = loud().to(dtype)
+    quantize(model, tmp_path / "out", samples(16), bits=4, target_bits=12.0)
+    found, left = average(model, tmp_path / "out")
+    assert 10 < found <= 12
+    assert sum("layers.0." in name for name in left) > sum("layers.1." in name for name in left)
+
+
+def test_overrides_of_all_leave_nothing_to_choose(tmp_path):
+    quantize(loud(), tmp_path / "out", samples(8), bits=4, target_bits=12.0, overrides={"proj": {"bits": 8}})
+    assert {weight.bits for weight in weights(tmp_path / "out").values()} == {8}
 
 
 @pytest.mark.parametrize("format_", ["gptq_v2", "compressed-tensors"])
@@ -73,8 +87,6 @@ def test_a_size_is_kept_and_used(tmp_path, format_):
     assert again.report.config.target_size == target
     with pytest.raises(ConfigError, match=r"target_size is 1.00 KiB, but the smallest widths make \d+"):
         size("small", target_size=1024)
-    with pytest.raises(ConfigError, match=r"1\.00 GiB, in which everything fits in floating point; give less"):
-        size("large", target_size=1 << 30)
 
 
 def test_chosen_bits_lose_less_than_the_same_for_all(tmp_path):
@@ -103,6 +115,8 @@ def test_what_cannot_be_chosen(tmp_path):
         QuantizeConfig(target_bits=1.5)
     with pytest.raises(ConfigError, match="leave one out"):
         QuantizeConfig(target_bits=3.5, target_size=1 << 30)
+    with pytest.raises(ConfigError, match=r"1\.00 GiB, in which everything fits in floating point; give less"):
+        quantize(build("qwen2"), tmp_path / "out", samples(8), target_size=1 << 30)
     with pytest.raises(ConfigError, match="one setting"):
         quantize(build("qwen2"), tmp_path / "out", bits=4, format="awq", target_bits=3.5)
 

@@ -86,7 +86,7 @@ def with_chosen_bits(
     parts, members = sensitivities(source, samples, config, processes, run, progress)
     free = [target for group in members.values() for target in group]
     chosen = allocate_bits(parts, _budget(source, free, parts, config))
-    if all(candidate.bits is None for candidate in chosen.values()):
+    if free and not config.overrides and all(candidate.bits is None for candidate in chosen.values()):
         name, given = "target_bits", str(config.target_bits)
         if config.target_size is not None:
             name, given = "target_size", size_text(config.target_size)
@@ -181,7 +181,7 @@ def _measured(
     layer: int, targets: list[Target], streams: Streams, config: QuantizeConfig
 ) -> Iterator[tuple[Group, list[Candidate]]]:
     """Yield the parts of a block whose bits are not given, with their candidates."""
-    block, stored = streams.model.blocks[layer], streams.model.model.dtype
+    block, stored = streams.model.blocks[layer], streams.model.dtype
     given = [target for target in targets if any(re.search(pattern, target.name) for pattern in config.overrides)]
     for group in streams.trace(layer, [target for target in targets if target not in given]):
         members = [target for subset in group.subsets for target in subset]
