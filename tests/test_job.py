@@ -5,17 +5,20 @@ import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
 from contextlib import suppress
 from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import gptqkit
 from gptqkit import identity, job
 from gptqkit.distributed import Processes
 from gptqkit.errors import ArchitectureError, CheckpointError, DoesNotFitError, OutputExistsError, ResumeError
+from gptqkit.export import shards
 from gptqkit.job import work_path
 from support.jobs import (
     CASES,
@@ -87,6 +90,38 @@ def test_a_loaded_model_goes_on_after_its_last_block_and_counts_samples_left_out
     assert {step.stage for step in steps} == {"evaluate"}  # every block had been kept
     assert result.report.excluded_samples == 1
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def killed_while_saving(models, case, out):
+    """Do a job in a process that dies while safetensors writes the part of its second block."""
+    saved = []
+
+    def save(tensors, path, metadata):
+        saved.append(path)
+        if len(saved) == 2:
+            tensors, this = {**tensors, "large": torch.zeros(1 << 26)}, os.getpid()
+            if os.fork() == 0:
+                before = set(os.listdir(path.parent))
+                while set(os.listdir(path.parent)) <= before:
+                    pass
+                os.kill(this, signal.SIGKILL)
+                os._exit(0)
+        save_file(tensors, path, metadata=metadata)
+
+    shards.save_file = save
+    quantize(models, case, out)
+
+
+def test_a_job_killed_while_a_file_is_written_ends_in_the_same_files(job_models, undisturbed, tmp_path):
+    """Until it is whole, safetensors calls a file something of its own."""
+    out = tmp_path / "job" / "out"
+    out.parent.mkdir()
+    [ended] = processes(killed_while_saving, job_models, "gptq", out, log=tmp_path / "log")
+    assert ended.code == -signal.SIGKILL
+    assert (work_path(out) / "block-00000.json").exists()
+    quantize(job_models, "gptq", out, resume=True)
+    assert list(out.parent.iterdir()) == [out]
+    assert contents(out) == undisturbed("gptq")[1]
 
 
 def killable(models, case, out, moment, log):

@@ -54,6 +54,7 @@ SAVE_SECONDS = 300.0
 _OWN = re.compile(  # the files of a job
     r"lock|((job|states|complete|head|block-\d+)\.json|(outside|head|block-\d+)\.\d+\.safetensors)(\.tmp)?"
     r"|((hidden|float)(-beside)?|encoded|encoded-float)-\d+r?-\d+\.bin|checkpoint"
+    r"|\.tmp\w{6}"  # a file that safetensors was writing when it was killed
 )
 
 
@@ -217,7 +218,8 @@ class Job:
         elsewhere = differences(begun["environment"], environment)
         if elsewhere:
             _LOG.warning("resumed in another environment, so last bits may differ: %s", some(elsewhere))
-        complete.unlink(missing_ok=True)  # the directory is made anew
+        for old in (complete, *self.folder.glob(".tmp??????")):  # the directory is made anew
+            old.unlink(missing_ok=True)
         sync_directory(self.folder)
 
     def _lock_it(self) -> None:
