@@ -28,7 +28,7 @@ from gptqkit.loading import load_float
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 STEPS: dict[str, dict[str, Any]] = {
-    "gptq": {"refine_rounds": 0},
+    "gptq": {"method": "gptq", "refine_rounds": 0},
     "fast": {"quality": "fast"},
     "fast, damped by 0.01": {"quality": "fast", "damp_percent": 0.01},
     "gptaq": {"method": "gptaq", "refine_rounds": 0},
