@@ -33,6 +33,11 @@ class Float64Statistics(sums.InputStatistics):
         self._hessian = self._hessian.double()
         self._cross = None if self._cross is None else self._cross.double()
 
+    def update(self, inputs: torch.Tensor, float_inputs: torch.Tensor | None = None) -> None:
+        """Add a batch of tokens."""
+        with mock.patch.object(sums, "_add_product", add_product):
+            super().update(inputs, float_inputs)
+
     def hessian(self) -> torch.Tensor:
         """Return H in float32."""
         return super().hessian().float()
@@ -41,6 +46,11 @@ class Float64Statistics(sums.InputStatistics):
         """Return C in float32."""
         found = super().cross()
         return None if found is None else found.float()
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add aT b, computed in float32, to sums of any dtype."""
+    total += a.float().T @ b.float()
 
 
 def measure(kind: type[sums.InputStatistics], batch_size: int, config: gptqkit.QuantizeConfig) -> dict[str, float]:
