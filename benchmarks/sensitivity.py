@@ -51,7 +51,7 @@ def main() -> None:
     with join(torch.device("cpu")) as processes:
         config = gptqkit.QuantizeConfig(sym=False, method="gptq", target_bits=4, **PLAIN)
         samples = load_samples(text, tokenizer, sequence_length=512)
-        parts, members = sensitivities(FloatModel(MODEL), samples, config, processes, run, silent)
+        parts, members, _ = sensitivities(FloatModel(MODEL), samples, config, processes, run, silent)
     every = [(name, candidate) for name, candidates in parts.items() for candidate in candidates if candidate.loss]
     how, rows = gptqkit.Evaluation(sequence_length=512, max_windows=arguments.windows), []
     for name, candidate in random.Random(0).sample(every, arguments.count):
