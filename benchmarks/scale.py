@@ -5,7 +5,8 @@
 Random Llama models in float32 files are quantized on the CPU (gptq, 4 bits, groups of 128; 16 samples of 128 tokens),
 with hidden states in memory and on disk, each in a process of its own. Memory is what the process holds (RssAnon of
 /proc, without the pages of mapped files, which the kernel takes back when it needs them), beyond what it had before the
-call. "estimate" is what `gptqkit plan` says beforehand.
+call. glibc is told to give back what is freed (MALLOC_MMAP_THRESHOLD_), which takes time; else it keeps some tens of
+MiB, now more, now less. "estimate" is what `gptqkit plan` says beforehand.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 make_model(blocks, arguments.width, Path(folder) / "model")
                 command = [sys.executable, __file__, "--point", folder, place]
-                found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+                settings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
+                found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, env=settings).stdout)
             report["points"].append({"blocks": blocks, "activations": place, **found})
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")  # a late failure loses nothing
             sizes = ", ".join(f"{name} {size_text(found[name])}" for name in ("memory", "estimate", "model_bytes"))
