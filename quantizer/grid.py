@@ -19,7 +19,7 @@ _COARSE = tuple(1 - step / 32 for step in range(1, 9))
 _FINE = (-1 / 64, 1 / 64, -1 / 128, 1 / 128)
 _TIGHT_COARSE = tuple(1.0 - 0.05 * step for step in range(1, 13))
 _TIGHT_FINE = (-0.025, 0.025, -0.0125, 0.0125)
-_NEAR = (0.85, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3)  # of scales, in the search by simulation
+_NEAR = (1.0, 0.85, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3)  # of scales, in the search by simulation
 
 Snap: TypeAlias = Callable[[Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
 """(scale, offset, bits) -> the nearest scale and offset that a file can hold, element by element, in the same dtype.
@@ -165,7 +165,7 @@ def improve_grid(
 
     Args:
         grid: Where to begin.
-        error: What a grid comes to, (rows,); less is better.
+        error: What grids come to, (rows,) or (candidates, rows) of several; less is better.
         bits: Bits per code.
         sym: Symmetric grids.
         snap: What the file can hold.
@@ -174,11 +174,14 @@ def improve_grid(
     def held(scale: Tensor, offset: Tensor) -> GroupGrid:
         return GroupGrid(*snap(scale, None if sym else offset, bits), grid.max_code)
 
-    start, best = grid, error(grid)
-    for factor in _NEAR:
-        grid, best, _ = keep_better(grid, best, held(start.scale * factor, start.offset * factor), error)
+    factors = torch.tensor(_NEAR, dtype=grid.scale.dtype, device=grid.scale.device).unsqueeze(1)
+    near = held(grid.scale * factors, grid.offset * factors)
+    lost = error(near)
+    best = lost.argmin(0, keepdim=True)  # the first of equals
+    scale, offset, least = (each.gather(0, best)[0] for each in (near.scale, near.offset, lost))
+    grid = GroupGrid(scale, offset, grid.max_code)
     for step in () if sym else (1, -1):
-        grid, best, _ = keep_better(grid, best, held(grid.scale, grid.offset + step * grid.scale), error)
+        grid, least, _ = keep_better(grid, least, held(grid.scale, grid.offset + step * grid.scale), error)
     return grid
 
 

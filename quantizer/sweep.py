@@ -5,6 +5,7 @@ All rows go at once, so everything inside is held columns first: (in, out). Name
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from .quantized import QuantizedWeight
 from .superblock import TwoLevel
 
 _SEGMENT = 16  # columns swept one by one before the rest of the block is updated with one matrix product
+_SIDE_BY_SIDE, _ON_GPU = 2**20, 2**24  # weights swept at once where several grids are tried: what caches, a GPU like
 
 
 class ColumnSweep:
@@ -100,27 +102,39 @@ class ColumnSweep:
         return scaled
 
     def _sweep_group(self, block: Tensor, start: int, inverse: Tensor, shift: Tensor | None) -> Tensor:
-        """Do the same with columns whose grids are there.
+        """Do the same with columns whose grids are there."""
+        part = slice(start, start + len(block))
+        grids = [self.grids[group] for group in self._group[part]]
+        return self._sweep_columns(block, grids, self.codes[part], self.values[part], inverse, shift)
+
+    def _sweep_columns(
+        self,
+        block: Tensor,
+        grids: list[GroupGrid],
+        codes: Tensor,
+        values: Tensor,
+        inverse: Tensor,
+        shift: Tensor | None,
+    ) -> Tensor:
+        """Decide the codes of columns, each on its grid, and what they stand for.
 
         Columns of one segment are updated one by one, those beyond it with one matrix product per segment; or all in
         one kernel, which sums in another order: a code on the edge may differ.
         """
         if self._library is not None and len(block) <= MOST_COLUMNS:
-            groups = self._group[start : start + len(block)]
-            present = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-            scale, zero = (
-                torch.stack([getattr(self.grids[group], name) for group in present]) for name in ("scale", "zero")
-            )
+            number = {grid: place for place, grid in enumerate(dict.fromkeys(grids))}
+            scale, zero = (torch.stack([getattr(grid, name) for grid in number]) for name in ("scale", "zero"))
             group = torch.zeros(len(block), dtype=torch.int32, device=block.device)
-            if len(present) > 1:
-                group.copy_(torch.tensor([present[group] for group in groups]))
-            return self._run_kernel(block, start, inverse, shift, importance=None, group=group, scale=scale, zero=zero)
+            if len(number) > 1:
+                group.copy_(torch.tensor([number[grid] for grid in grids]))
+            fitted = {"importance": None, "group": group, "scale": scale, "zero": zero}
+            return self._run_kernel(block, codes, values, inverse, shift, **fitted)
         scaled = torch.empty_like(block)
         for begin in range(0, len(block), _SEGMENT):
             end = min(begin + _SEGMENT, len(block))
             for i in range(begin, end):
-                rounded = self.round(start + i, block[i])
-                scaled[i] = (block[i] - rounded) / inverse[i, i]
+                _round(grids[i], block[i], codes[i], values[i])
+                scaled[i] = (block[i] - values[i]) / inverse[i, i]
                 if i + 1 < end:
                     block[i + 1 : end].addr_(inverse[i, i + 1 : end], scaled[i], alpha=-1)
                     if shift is not None:
@@ -138,27 +152,32 @@ class ColumnSweep:
         first = self.order.group[positions][:: self.group_size]  # the groups in the order of the sweep
         scale, zero = block.new_empty(2, len(first), block.shape[1]).unbind()
         judges = importance[positions] if self.config.grid == "mse" else None
-        scaled = self._run_kernel(block, start, inverse, shift, importance=judges, group=None, scale=scale, zero=zero)
+        free = {"importance": judges, "group": None, "scale": scale, "zero": zero}
+        scaled = self._run_kernel(block, self.codes[positions], self.values[positions], inverse, shift, **free)
         for group, one, its_zero in zip(first.tolist(), scale, zero, strict=True):
             self.grids[group] = GroupGrid(one, -((its_zero + 0.0) * one), 2**self.config.bits - 1)
         return scaled
 
     def _run_kernel(
-        self, block: Tensor, start: int, inverse: Tensor, shift: Tensor | None, **grids: Tensor | None
+        self,
+        block: Tensor,
+        codes: Tensor,
+        values: Tensor,
+        inverse: Tensor,
+        shift: Tensor | None,
+        **grids: Tensor | None,
     ) -> Tensor:
         """Sweep the columns of `block` in one kernel, on grids as `Sweep` takes them."""
-        positions, snap = slice(start, start + len(block)), cast(IntegerZeroPoint, self.snap)
         tensors: dict[str, Any] = {"block": block, "inverse": inverse.contiguous(), **grids}
         tensors["shift"] = None if shift is None else shift.contiguous()
-        sweep = Sweep(codes=self.codes[positions], values=self.values[positions], **tensors)
-        config = self.config
+        sweep, config = Sweep(codes=codes, values=values, **tensors), self.config
         return sweep_block(
             cast(KernelLibrary, self._library),
             sweep,
             group_size=self.group_size,
             bits=config.bits,
             sym=config.sym,
-            min_zero=snap.least,
+            min_zero=cast(IntegerZeroPoint, self.snap).least,
         )
 
     def _begin_group(
@@ -172,14 +191,23 @@ class ColumnSweep:
         groups = self.order.group[position:][: self.span]
         self._fit_grids(groups, block if inside else self.target, importance[position:][: self.span])
         if self.config.grid == "sim" and inside and not isinstance(self.snap, TwoLevel):
-
-            def error(grid: GroupGrid) -> Tensor:
-                self.grids[group] = grid
-                return self._sweep_group(block.clone(), position, inverse, shift).square_().sum(0)
-
+            error = partial(self._simulate, block=block, inverse=inverse, shift=shift)
             self.grids[group] = improve_grid(
                 self.grids[group], error, bits=self.config.bits, sym=self.config.sym, snap=self.snap
             )
+
+    def _simulate(self, grids: GroupGrid, block: Tensor, inverse: Tensor, shift: Tensor | None) -> Tensor:
+        """Return what the sweep of a group would lose on grids, (rows,), or on each of several, (candidates, rows)."""
+        rows = block.shape[1]
+        count = max(1, (_SIDE_BY_SIDE if self._library is None else _ON_GPU) // block.numel())
+        lost = []
+        parts = (torch.split(each.flatten(), count * rows) for each in (grids.scale, grids.offset))
+        for scale, offset in zip(*parts, strict=True):
+            wide, grid = block.repeat(1, len(scale) // rows), GroupGrid(scale, offset, grids.max_code)
+            codes, values = torch.empty_like(wide, dtype=torch.uint8), torch.empty_like(wide)
+            scaled = self._sweep_columns(wide, [grid] * len(block), codes, values, inverse, shift)
+            lost.append(scaled.square_().sum(0))
+        return torch.cat(lost).view_as(grids.scale)
 
     def _fit_grids(self, groups: Tensor, weight: Tensor, importance: Tensor) -> None:
         """Fit the grid of a group, or those of a super-block, to the weights of their columns, (columns, rows)."""
@@ -202,13 +230,9 @@ class ColumnSweep:
             members = (together == number).nonzero().flatten()
             self._fit_grids(self.order.group[members], self.target[members], importance[members])
 
-    def round(self, positions: int | slice, weight: Tensor) -> Tensor:
-        """Decide the codes at `positions`, all of one group, from their weights; return what they stand for."""
-        grid = self.grids[self._group[positions.start if isinstance(positions, slice) else positions]]
-        codes = grid.encode(weight)
-        self.codes[positions] = codes
-        self.values[positions] = grid.decode(codes)
-        return self.values[positions]
+    def round(self, positions: slice, weight: Tensor) -> None:
+        """Decide the codes at `positions`, all of one group, from their weights."""
+        _round(self.grids[self._group[positions.start]], weight, self.codes[positions], self.values[positions])
 
     def corrected(self) -> Tensor:
         """Return W with its correction, (rows, columns) in the model's order."""
@@ -231,3 +255,10 @@ class ColumnSweep:
             group_size=self.group_size,
             sym=self.config.sym,
         )
+
+
+def _round(grid: GroupGrid, weight: Tensor, codes: Tensor, values: Tensor) -> None:
+    """Write the nearest codes of weights, and what they stand for."""
+    nearest = grid.encode(weight)
+    codes.copy_(nearest)
+    values.copy_(grid.decode(nearest))
