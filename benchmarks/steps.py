@@ -30,7 +30,6 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 STEPS: dict[str, dict[str, Any]] = {
     "gptq": {"method": "gptq", "refine_rounds": 0},
     "gptq + sim": {"method": "gptq", "grid": "sim", "refine_rounds": 0},
-    "gptq + refined": {"method": "gptq"},
     "gptq + learned": {"method": "gptq", "refine_rounds": 0, "learn_iterations": 40},
     "gptq + tuned": {"method": "gptq", "refine_rounds": 0, "tune_epochs": 4},
     "fast": {"quality": "fast"},
