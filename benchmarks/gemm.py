@@ -184,7 +184,10 @@ def main() -> None:
             columns[f"{bits} bits"] = measure_packed(shape, dtype, arguments.rows, device, bits, arguments.group_size)
             write(report, arguments.out / "gemm.json")  # a late failure loses nothing
         if dtype == torch.bfloat16 and 4 in arguments.bits:
-            columns[TINYGEMM] = measure_tinygemm(shape, arguments.rows, device, arguments.group_size)
+            try:
+                columns[TINYGEMM] = measure_tinygemm(shape, arguments.rows, device, arguments.group_size)
+            except RuntimeError as error:  # torch's own, which must not end ours
+                print(f"{TINYGEMM}: {error}")
         print_table(f"{shape_name} (out x in), {dtype_name}", columns, copy)
         write(report, arguments.out / "gemm.json")
     plot(report, arguments.out / "gemm.png")

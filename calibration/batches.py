@@ -81,8 +81,10 @@ class Batches:
 
         These are the last ones; a single sample is both.
         """
-        aside = self.mine[len(self.mine) - max(1, len(self.mine) // ASIDE) :] if self.mine else self.mine
-        return self.mine[: len(self.mine) - len(aside)] or self.mine, aside
+        counted = self.counts[self.mine.start : self.mine.stop].nonzero()
+        mine = self.mine[: int(counted.max()) + 1] if len(counted) else self.mine  # the last one counts
+        aside = mine[len(mine) - max(1, len(mine) // ASIDE) :] if mine else mine
+        return mine[: len(mine) - len(aside)] or mine, aside
 
     @property
     def tokens(self) -> int:

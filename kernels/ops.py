@@ -41,7 +41,7 @@ DEVICES = Path(__file__).parent / "devices"
 MOST_SPLITS = 64  # the interface's limit
 DENSE_STEP = 256  # rows of a dense weight come in multiples of these
 PRODUCT_TILE = 128 * 128  # elements of a product that one multiprocessor makes at a time
-USERS, LOCKS = 256, 1024  # streams and captures with locks of their own: more than there are tiles where splits pay
+USERS, LOCKS = 1024, 1024  # streams and captures with locks of their own: more than there are tiles where splits pay
 WORKSPACE = 1 << 19  # floats that each stream keeps: enough for up to 16 rows of x
 
 _LAYER = "Tensor weight, Tensor scale, Tensor zero"
@@ -207,6 +207,9 @@ class Scratch:
                     self._free = thread.submit(self._make_locks).result()
                 if key not in self._taken and self._free:
                     workspace = thread.submit(self._allocate, WORKSPACE if is_stream else 0).result()
+                    if is_stream and self.device.type == "cuda":  # whose memory was that of another stream just now
+                        stream = torch.cuda.current_stream(self.device)
+                        stream.wait_stream(torch.cuda.default_stream(self.device))
                     tensors = [self._free.pop(), workspace]
                     self._taken[key] = tensors[0].data_ptr(), workspace.data_ptr(), tensors
             return self._taken.get(key)

@@ -121,7 +121,8 @@ def _solve(weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap
             sweep.fit_static_grids(moments.hessian.diagonal()[order.permutation].to(dtype))
         # A block is whole groups, unless one group spans the row.
         whole = config.block_size // span * span
-        block_size = config.block_size if group_size == columns else max(whole, span)
+        apart = group_size == columns and config.grid != "sim"  # a simulation takes the whole group
+        block_size = config.block_size if apart else max(whole, span)
         loss = sweep.run(factor.upper, shift, block_size)
     solution = Solution(
         weight=sweep.quantized_weight(),

@@ -174,8 +174,7 @@ def improve_grid(
     def held(scale: Tensor, offset: Tensor) -> GroupGrid:
         return GroupGrid(*snap(scale, None if sym else offset, bits), grid.max_code)
 
-    factors = torch.tensor(_NEAR, dtype=grid.scale.dtype, device=grid.scale.device).unsqueeze(1)
-    near = held(grid.scale * factors, grid.offset * factors)
+    near = held(*(torch.stack([each * factor for factor in _NEAR]) for each in (grid.scale, grid.offset)))
     lost = error(near)
     best = lost.argmin(0, keepdim=True)  # the first of equals
     scale, offset, least = (each.gather(0, best)[0] for each in (near.scale, near.offset, lost))

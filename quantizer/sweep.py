@@ -118,43 +118,49 @@ class ColumnSweep:
     ) -> Tensor:
         """Decide the codes of columns, each on its grid, and what they stand for.
 
-        Columns of one segment are updated one by one, those beyond it with one matrix product per segment; or all in
-        one kernel, which sums in another order: a code on the edge may differ.
+        Columns of one segment are updated one by one, or in one kernel, which sums in another order: a code on the
+        edge may differ. Those beyond it are updated with one matrix product per segment.
         """
-        if self._library is not None and len(block) <= MOST_COLUMNS:
-            number = {grid: place for place, grid in enumerate(dict.fromkeys(grids))}
-            scale, zero = (torch.stack([getattr(grid, name) for grid in number]) for name in ("scale", "zero"))
-            group = torch.zeros(len(block), dtype=torch.int32, device=block.device)
-            if len(number) > 1:
-                group.copy_(torch.tensor([number[grid] for grid in grids]))
-            fitted = {"importance": None, "group": group, "scale": scale, "zero": zero}
-            return self._run_kernel(block, codes, values, inverse, shift, **fitted)
-        scaled = torch.empty_like(block)
-        for begin in range(0, len(block), _SEGMENT):
-            end = min(begin + _SEGMENT, len(block))
-            for i in range(begin, end):
-                _round(grids[i], block[i], codes[i], values[i])
-                scaled[i] = (block[i] - values[i]) / inverse[i, i]
-                if i + 1 < end:
-                    block[i + 1 : end].addr_(inverse[i, i + 1 : end], scaled[i], alpha=-1)
-                    if shift is not None:
-                        block[i + 1 : end].addr_(shift[i, i + 1 : end], block[i])
-            block[end:].addmm_(inverse[begin:end, end:].T, scaled[begin:end], alpha=-1)
+        scaled, fused = torch.empty_like(block), self._library is not None
+        segment = MOST_COLUMNS if fused else _SEGMENT
+        for begin in range(0, len(block), segment):
+            part, rest = slice(begin, begin + segment), slice(begin + segment, None)
+            inner = None if shift is None else shift[part, part]
+            sweep = self._sweep_segment_fused if fused else _sweep_segment
+            scaled[part] = sweep(block[part], grids[part], codes[part], values[part], inverse[part, part], inner)
+            block[rest].addmm_(inverse[part, rest].T, scaled[part], alpha=-1)
             if shift is not None:
-                block[end:].addmm_(shift[begin:end, end:].T, block[begin:end])
+                block[rest].addmm_(shift[part, rest].T, block[part])
         return scaled
+
+    def _sweep_segment_fused(
+        self,
+        block: Tensor,
+        grids: list[GroupGrid],
+        codes: Tensor,
+        values: Tensor,
+        inverse: Tensor,
+        shift: Tensor | None,
+    ) -> Tensor:
+        number = {grid: place for place, grid in enumerate(dict.fromkeys(grids))}
+        scale, zero = (torch.stack([getattr(grid, name) for grid in number]) for name in ("scale", "zero"))
+        group = torch.zeros(len(block), dtype=torch.int32, device=block.device)
+        if len(number) > 1:
+            group.copy_(torch.tensor([number[grid] for grid in grids]))
+        fitted = {"importance": None, "group": group, "scale": scale, "zero": zero}
+        return self._run_kernel(block, codes, values, inverse, shift, **fitted)
 
     def _sweep_block_fused(
         self, block: Tensor, start: int, inverse: Tensor, shift: Tensor | None, importance: Tensor
     ) -> Tensor:
         """Do what `_sweep_block` does in one kernel, the fitting of grids as well."""
         positions = slice(start, start + len(block))
-        first = self.order.group[positions][:: self.group_size]  # the groups in the order of the sweep
+        first = self._group[positions][:: self.group_size]  # the groups in the order of the sweep
         scale, zero = block.new_empty(2, len(first), block.shape[1]).unbind()
         judges = importance[positions] if self.config.grid == "mse" else None
         free = {"importance": judges, "group": None, "scale": scale, "zero": zero}
         scaled = self._run_kernel(block, self.codes[positions], self.values[positions], inverse, shift, **free)
-        for group, one, its_zero in zip(first.tolist(), scale, zero, strict=True):
+        for group, one, its_zero in zip(first, scale, zero, strict=True):
             self.grids[group] = GroupGrid(one, -((its_zero + 0.0) * one), 2**self.config.bits - 1)
         return scaled
 
@@ -188,7 +194,7 @@ class ColumnSweep:
             return
         # A group wider than its block (one group per row) begins before anything was moved onto it.
         group, inside = self._group[position], self.span <= len(block)
-        groups = self.order.group[position:][: self.span]
+        groups = self._group[position:][: self.span]
         self._fit_grids(groups, block if inside else self.target, importance[position:][: self.span])
         if self.config.grid == "sim" and inside and not isinstance(self.snap, TwoLevel):
             error = partial(self._simulate, block=block, inverse=inverse, shift=shift)
@@ -209,26 +215,28 @@ class ColumnSweep:
             lost.append(scaled.square_().sum(0))
         return torch.cat(lost).view_as(grids.scale)
 
-    def _fit_grids(self, groups: Tensor, weight: Tensor, importance: Tensor) -> None:
+    def _fit_grids(self, groups: list[int], weight: Tensor, importance: Tensor) -> None:
         """Fit the grid of a group, or those of a super-block, to the weights of their columns, (columns, rows)."""
         bits, sym = self.config.bits, self.config.sym
         judges = None if self.config.grid == "minmax" else importance
         if not isinstance(self.snap, TwoLevel):
             grid = fit_grid(weight, bits=bits, sym=sym, snap=self.snap, importance=judges, tight=self.tight)
-            self.grids[int(groups[0])] = grid
+            self.grids[groups[0]] = grid
             return
-        members = torch.argsort(groups, stable=True).view(-1, self.group_size).T  # (columns of a group, groups)
+        places = sorted(range(len(groups)), key=groups.__getitem__)
+        members = torch.tensor(places, device=weight.device).view(-1, self.group_size).T  # (columns of a group, groups)
         judges = None if judges is None else judges[members]
         fitted = self.snap.fit(weight[members], bits=bits, sym=sym, importance=judges)
-        for group, scale, offset in zip(groups[members[0]].tolist(), fitted.scale, fitted.offset, strict=True):
+        for group, scale, offset in zip(sorted(set(groups)), fitted.scale, fitted.offset, strict=True):
             self.grids[group] = GroupGrid(scale, offset, fitted.max_code)
 
     def fit_static_grids(self, importance: Tensor) -> None:
         """Fit every group's grid to the original weights of its original columns."""
-        together = self.order.group // (self.span // self.group_size)
-        for number in range(self.target.shape[0] // self.span):
-            members = (together == number).nonzero().flatten()
-            self._fit_grids(self.order.group[members], self.target[members], importance[members])
+        together = torch.argsort(self.order.group // (self.span // self.group_size), stable=True)
+        groups = self.order.group[together].tolist()
+        for start in range(0, self.target.shape[0], self.span):
+            members = together[start : start + self.span]
+            self._fit_grids(groups[start : start + self.span], self.target[members], importance[members])
 
     def round(self, positions: slice, weight: Tensor) -> None:
         """Decide the codes at `positions`, all of one group, from their weights."""
@@ -255,6 +263,19 @@ class ColumnSweep:
             group_size=self.group_size,
             sym=self.config.sym,
         )
+
+
+def _sweep_segment(
+    block: Tensor, grids: list[GroupGrid], codes: Tensor, values: Tensor, inverse: Tensor, shift: Tensor | None
+) -> Tensor:
+    scaled = torch.empty_like(block)
+    for i, grid in enumerate(grids):
+        _round(grid, block[i], codes[i], values[i])
+        scaled[i] = (block[i] - values[i]) / inverse[i, i]
+        block[i + 1 :].addr_(inverse[i, i + 1 :], scaled[i], alpha=-1)
+        if shift is not None:
+            block[i + 1 :].addr_(shift[i, i + 1 :], block[i])
+    return scaled
 
 
 def _round(grid: GroupGrid, weight: Tensor, codes: Tensor, values: Tensor) -> None:

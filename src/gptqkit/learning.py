@@ -75,6 +75,9 @@ def learn_block(
         )
     except _NoRoomError:
         pass  # and with the error, what its frames hold is given back
+    except RuntimeError as error:  # in what learning itself keeps; of one of several processes, others wait for it
+        if processes.size > 1 or not out_of_memory(error):
+            raise
     if processes.rank == 0:
         _LOG.warning("block %d does not fit into memory with what learning needs: it keeps what was solved", layer)
     return None

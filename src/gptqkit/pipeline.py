@@ -134,7 +134,7 @@ class Pipeline:
                     for portion in portions(groups, self._statistics_bytes, STATISTICS_BYTES):
                         for measured in streams.collect(layer, portion, pools, None):
                             yield from self._sums(layer, measured)
-                    streams.advance("hidden", layer, self.model.blocks[layer])
+                    streams.advance("hidden", layer, self.model.blocks[layer], resumable=False)
 
     def _sums(self, layer: int, measured: Measured) -> Iterator[tuple[str, torch.Tensor, int]]:
         for target in measured.targets:

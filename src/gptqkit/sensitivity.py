@@ -31,6 +31,7 @@ from .quantizer.allocation import Candidate, allocate_bits
 from .quantizer.config import BITS, ModuleOverride, QuantizeConfig
 from .quantizer.gptq import solve_gptq
 from .run import LARGEST_BATCH, Run
+from .solving import naming
 from .streams import Streams
 from .subsets import Group, portions
 from .targets import Target, find_head, find_targets, matrix, misfits, refuse
@@ -140,7 +141,7 @@ def sensitivities(
                 for group, candidates in _measured(layer, own, streams, config):
                     name = group.subsets[0][0].name
                     parts[name], members[name] = candidates, [each for subset in group.subsets for each in subset]
-                streams.advance("hidden", layer, source.blocks[layer])
+                streams.advance("hidden", layer, source.blocks[layer], resumable=False)
             if processes.rank == 0:
                 progress(Progress(stage="choose bits", done=layer + 1, total=len(targets), layer=layer))
     return parts, members, [target for own in targets for target in own]
@@ -200,11 +201,12 @@ def _measured(
                         for way in [way for way in ways if way[1] == size]:
                             settings = dataclasses.replace(_kept(target, *way).config, **PLAIN)
                             snap, step = find_snap(settings), -(-len(weight) // ROWS)
-                            solution = solve_gptq(weight[::step], moments, settings, snap)
-                            lost[way] += step * (solution.loss or 0.0)
-                            if way == probe:
-                                whole = solution if step == 1 else solve_gptq(weight, moments, settings, snap)
-                                rounded[target.inner] = whole.weight.dequantize()
+                            with naming(target):
+                                solution = solve_gptq(weight[::step], moments, settings, snap)
+                                lost[way] += step * (solution.loss or 0.0)
+                                if way == probe:
+                                    whole = solution if step == 1 else solve_gptq(weight, moments, settings, snap)
+                                    rounded[target.inner] = whole.weight.dequantize()
         effect = streams.processes.gather(_effect(layer, rounded, streams))[0]
         scale = effect / lost[probe] if lost[probe] else 0.0
         candidates = [

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,10 +99,8 @@ def _solve(target: Target, weight: Tensor, moments: Moments | None) -> Solved:
     """Solve some rows of one Linear, and compare their output errors with plain rounding's."""
     config, snap = target.config, find_snap(target.config)
     start = time.perf_counter()
-    try:
+    with naming(target):
         solution = find_method(config.method).solve(weight, moments, config, snap)
-    except GptqkitError as problem:
-        raise type(problem)(f"{target.name}: {problem}") from problem
     seconds = time.perf_counter() - start
     errors: tuple[float, ...] = ()
     if moments is not None:
@@ -109,6 +108,15 @@ def _solve(target: Target, weight: Tensor, moments: Moments | None) -> Solved:
         lost = [weight - each.weight.dequantize() for each in (solution, plain)]
         errors = tuple(output_error(each, moments.hessian) for each in (weight, *lost))
     return Solved(solution.to("cpu"), errors, seconds)
+
+
+@contextmanager
+def naming(target: Target) -> Iterator[None]:
+    """Name the Linear in errors of solvers."""
+    try:
+        yield
+    except GptqkitError as problem:
+        raise type(problem)(f"{target.name}: {problem}") from problem
 
 
 def merge(parts: Sequence[Solved | None]) -> Solved:

@@ -50,6 +50,7 @@ class Stack:
         returned: How many values they return as a tuple, the hidden states first; 0 where they return only these.
         shape: Of one sample's hidden states.
         axis: Of the samples in hidden states.
+        dtype: Of what leaves the first block, which may be wider than embeddings: Mamba adds up in float32.
         beside: Where later blocks are given what the first one returns beside hidden states, such as T5's position
             bias: that block without the weights of its Linears, which makes the same.
         handed: Which of these values the next block is given where there is no such block; None where blocks hand on
@@ -60,6 +61,7 @@ class Stack:
     returned: int
     shape: tuple[int, ...]
     axis: int
+    dtype: torch.dtype
     beside: nn.Module | None
     handed: tuple[int, ...] | None
 
@@ -123,7 +125,7 @@ class Streams:
             call = self.batches.attempt(batch, self._call, layer)
             if call is not None:
                 for each in fresh:
-                    self.caches[each].write(batch, call.hidden.movedim(stack.axis, 0))
+                    self.caches[each].write(batch, call.hidden.movedim(stack.axis, 0).to(stack.dtype))
 
     def _learn(self, blocks: range) -> Stack:
         """Run the first of the blocks of a stack, which is there, on one sample."""
@@ -141,7 +143,7 @@ class Streams:
         returned = len(output) if type(output) in (tuple, list) else 0
         hidden = _hidden(output, block)
         beside, handed = self._beside(blocks, hidden, output) if returned and len(blocks) > 1 else (None, ())
-        return Stack(blocks, returned, shape, axis, beside, handed if handed or call.mappings else None)
+        return Stack(blocks, returned, shape, axis, hidden.dtype, beside, handed if handed or call.mappings else None)
 
     def _beside(self, blocks: range, hidden: Tensor, output: Sequence[Any]) -> tuple[nn.Module | None, tuple[int, ...]]:
         """Return what makes what the second block of a stack needs beside hidden states, or which values it is given.
@@ -254,10 +256,10 @@ class Streams:
         self._add_up([statistics], head.name)
         return Measured([head], statistics)
 
-    def advance(self, stream: str, layer: int, block: nn.Module) -> None:
+    def advance(self, stream: str, layer: int, block: nn.Module, *, resumable: bool = True) -> None:
         """Let the hidden states of "hidden" or "float" through `block`, the stream's own of number `layer`.
 
-        Where an encoder ends with it, they are kept.
+        Where an encoder ends with it, they are kept. Of a job that nothing resumes, the file of what entered goes.
         """
         name, stack = self._leaving(stream, layer), self._stack(layer)
         after = self.caches[stream].successor(self._job.states_file(name, layer + 1))
@@ -265,8 +267,10 @@ class Streams:
             states = self.batches.attempt(batch, self._forward, layer, block, stream)
             if states is not None:
                 after.write(batch, states.movedim(stack.axis, 0))
-        del self.caches[stream]
+        before = self.caches.pop(stream).file
         self.caches[name] = after
+        if before is not None and not resumable:
+            before.unlink()
         if layer + 1 == stack.blocks.stop:
             self.handed.pop(stream, None)
 
@@ -290,8 +294,11 @@ class Streams:
         return lost, whole
 
     def first_samples(self, layer: int, count: int = 1) -> Callable[[nn.Module], Tensor]:
-        """Return what runs block `layer`, or another in its place, on the first samples."""
-        first = self.batches.mine[:count]
+        """Return what runs block `layer`, or another in its place, on the first samples in a row that count."""
+        mine, counts = self.batches.mine, self.batches.counts
+        start = next((sample for sample in mine if counts[sample]), mine.start)
+        rest = range(start + 1, min(start + count, mine.stop))
+        first = range(start, next((sample for sample in rest if not counts[sample]), rest.stop))
         return partial(self._run, self._call(first, layer), self._read("hidden", first, layer))
 
     def _capture(
@@ -332,7 +339,7 @@ class Streams:
         ]
 
     def _cache(self, stack: Stack, file: Path) -> ActivationCache:
-        return ActivationCache(self.batches.mine, stack.shape, self._dtype, self.batches.device, self._place, file)
+        return ActivationCache(self.batches.mine, stack.shape, stack.dtype, self.batches.device, self._place, file)
 
     def _stack(self, layer: int) -> Stack:
         """Return the stack of a block; the last one where all are done."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -116,7 +116,8 @@ def tune(
         with processes.together():
             if processes.rank == 0:
                 replace_weights(checkpoint, weights)
-                _check(directory, student, batches.tensors(range(1)), device, dtype)
+                first = int(batches.counts.int().argmax())  # one that counts
+                _check(directory, student, batches.tensors(range(first, first + 1)), device, dtype)
     return TuningReport(divergence=after, divergence_before=before)
 
 
@@ -161,7 +162,7 @@ class _Run:
     def score(self) -> float:
         """Return the divergence per token on the samples kept aside."""
         found, self._piece = in_pieces(
-            lambda size: [self._divergence(part) for part in pieces(self._aside, size)], self._piece
+            lambda size: [self._divergence(part) for part in self._counted(self._aside, size)], self._piece
         )
         own = [sum(float(each) for each in column) for column in zip(*found, strict=True)] or [0.0, 0.0]
         divergence, tokens = (sum(column) for column in zip(*self._processes.gather(own), strict=True))
@@ -187,12 +188,16 @@ class _Run:
             if self._recomputes
         ]
         with torch.enable_grad(), forwards_replaced(self._blocks, forwards):
-            for part in pieces(batch, size):
+            for part in self._counted(batch, size):
                 divergence, _ = self._divergence(part)
                 found = torch.autograd.grad(divergence, self._parameters, allow_unused=True)
                 for total, gradient in zip(sums, found, strict=True):
                     total += 0 if gradient is None else gradient
         return sums
+
+    def _counted(self, samples: range, size: int) -> Iterator[range]:
+        """Yield the samples in batches, but for those of which none counts."""
+        return (part for part in pieces(samples, size) if self._batches.counts[part.start : part.stop].any())
 
     def _divergence(self, part: range) -> tuple[Tensor, Tensor]:
         """Return the sum over tokens that count of KL(teacher || student), and how many these are."""

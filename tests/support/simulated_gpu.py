@@ -218,7 +218,8 @@ def simulated_gpu() -> Iterator[None]:
         "empty_cache": None,
         "mem_get_info": (8 << 30, 8 << 30),
         "get_device_properties": SimpleNamespace(name="Simulated GPU", multi_processor_count=8, major=9, minor=0),
-        "current_stream": SimpleNamespace(cuda_stream=None, synchronize=lambda: None),
+        "current_stream": SimpleNamespace(cuda_stream=None, synchronize=lambda: None, wait_stream=lambda _: None),
+        "default_stream": None,
         "device": nullcontext(),
     }
     with ExitStack() as stack:
