@@ -157,7 +157,7 @@ def exact_forms(weight: QuantizedWeight) -> Iterator[tuple[BlockType, QuantizedW
     scale, offset = weight.scale[:, group].contiguous(), weight.offset[:, group].contiguous()
     index = (torch.arange(columns, device=group.device) // 32).to(torch.int32)
     base = replace(weight, scale=scale, offset=offset, group_index=index, group_size=32)
-    zero = (-offset / scale).round().nan_to_num(0, 0, 0)
+    zero = torch.where(scale == 0, 2.0 ** (weight.bits - 1), (-offset / scale).round())
     whole = torch.equal(-(zero * scale), offset)
     steps = weight.codes.to(torch.int32) - zero.repeat_interleave(32, 1).to(torch.int32) if whole else None
     for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"):

@@ -109,7 +109,7 @@ def _inherited(readme: Path) -> dict[str, Any]:
     if not readme.is_file():
         return {}
     with check_file(readme).open(encoding="utf-8-sig", errors="replace") as file:
-        matter = re.match(r"---\s*\n(.*?)\n---\s", file.read(LONGEST_MATTER), re.DOTALL)
+        matter = re.match(r"---[ \t]*\n(.*?)\n---\s", file.read(LONGEST_MATTER), re.DOTALL)
     try:
         values = yaml.load(matter[1], yaml.BaseLoader) if matter else None  # BaseLoader: Norwegian is "no", not False
     except (yaml.YAMLError, RecursionError):

@@ -233,9 +233,18 @@ def _published(value: Any) -> Any:
 def _public_config(model_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json as transformers 4 and 5 read it: version 5 renamed the keys of rope and of the dtype."""
     values = _without_paths(model_config)
-    rope = values.get("rope_parameters")
-    if isinstance(rope, dict) and "rope_theta" in rope:
-        values.setdefault("rope_theta", rope["rope_theta"])
+    values |= {
+        key: _public_config(inner) for key, inner in values.items() if isinstance(inner, dict) and "model_type" in inner
+    }
+    rope = values.get("rope_parameters") or {}
+    if "sliding_attention" in rope:  # gemma3
+        values.setdefault("rope_local_base_freq", rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    if "rope_theta" in rope:
+        names = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}  # of GPT-NeoX
+        for old in ("rope_theta", "partial_rotary_factor", *(names if values.get("model_type") == "gpt_neox" else ())):
+            if names.get(old, old) in rope:
+                values.setdefault(old, rope[names.get(old, old)])
         if rope.get("rope_type", "default") != "default":
             values.setdefault("rope_scaling", rope)
     if "dtype" in values:
@@ -254,10 +263,14 @@ def _clean_tokenizer_config(path: Path) -> None:
     if path.exists():
         values = json.loads(path.read_bytes())
         kept = {key: value for key, value in values.items() if key not in private}
+        if kept.get("tokenizer_class") == "TokenizersBackend":  # version 5's name, which version 4 refuses
+            kept["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if isinstance(kept.get("extra_special_tokens"), list):
+            kept["additional_special_tokens"] = kept.pop("extra_special_tokens")
         if kept != values:
             write_json(path, kept)
 
 
 def matrices(names: Iterable[str], tensors: Shards) -> list[str]:
     """Return those of `names` whose tensors have two dimensions."""
-    return [name for name in names if tensors.get(name).ndim == 2]
+    return [name for name in names if tensors.meta(name).ndim == 2]

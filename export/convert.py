@@ -57,6 +57,12 @@ def convert(
     if checkpoint.declared.format == format:
         raise ConversionError(f"{source} is {format} already; there is nothing to convert")
     _check(checkpoint, format)
+    if find_format(format).finish is not None:
+        from transformers import AutoTokenizer  # here, because it takes long
+
+        named = any(source.glob("tokenizer*"))
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True) if named else None
+        find_format(format).accept(checkpoint.model_config, tokenizer, checkpoint.float_names)
     layers: dict[str, LayerSpec] = {}
     with staged(target, overwrite=overwrite) as directory:
         fill(directory, source, _tensors(checkpoint, format, layers), shard_size)
@@ -132,7 +138,8 @@ def write_quantization_config(directory: Path, values: Mapping[str, Any], format
     if isinstance(meta, dict) and isinstance(meta.get("gptqkit"), dict):
         values = {**values, "meta": {**meta, "gptqkit": {**meta["gptqkit"], "format": format}}}
     model_config, beside = read_json(directory / "config.json"), directory / "quantize_config.json"
-    if isinstance(model_config.get("quantization_config"), dict) or not beside.exists():
+    elsewhere = values.get("quant_method", "gptq") != "gptq"  # nobody looks for these beside config.json
+    if isinstance(model_config.get("quantization_config"), dict) or not beside.exists() or elsewhere:
         write_json(directory / "config.json", {**model_config, "quantization_config": dict(values)})
     if beside.exists():
         write_json(beside, values)
@@ -169,7 +176,9 @@ def _quantization_config(
     if write == checkpoint.format.write_config:  # then what only the source says stays
         values.pop("meta", None)
         values = {**before, **{key: value for key, value in values.items() if value != old[key]}}
-    elif "passthrough_tensors" in meta:
+    elif not isinstance(asked, dict):
+        values.get("meta", {}).pop("gptqkit", None)  # defaults, which nobody asked for
+    if write != checkpoint.format.write_config and "passthrough_tensors" in meta:
         values["meta"] = {**values.get("meta", {}), "passthrough_tensors": meta["passthrough_tensors"]}
     return values
 

@@ -22,7 +22,6 @@ from ..quantizer.config import QuantizeConfig
 from ..quantizer.gptq import solve_rtn
 from ..quantizer.quantized import QuantizedWeight
 from ..quantizer.superblock import Float16Offset
-from ..version import __version__
 from .blocks import BLOCKS, BlockType, decode, encode, transcribe
 from .formats import Declared, Format, LayerSpec
 from .gguf_file import FLOATS, GgufFile
@@ -37,7 +36,7 @@ from .gguf_model import (
     split_name,
 )
 from .gguf_tokenizer import tokenizer_metadata
-from .modules import meta_of
+from .modules import meta_of, writer_of
 from .recipes import RECIPES, TYPES, choose_type, grid_settings
 from .shards import Shards, check_same, read_json
 
@@ -66,7 +65,7 @@ def write_model(directory: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     values = {**metadata(config), **tokenizer_metadata(tokenizer, config["vocab_size"])}
     sources = _sources(tensors.where, architecture)
-    ready = {name: _Stored(tensors, names, config, recipe) for name, names in sources.items()}
+    ready = {name: _Stored(tensors, name, names, config, recipe) for name, names in sources.items()}
     factors = rope_factors(config)
     logging.getLogger("gguf").setLevel(logging.ERROR)
     writer = GGUFWriter(directory / FILE, architecture.name)
@@ -109,7 +108,9 @@ class _Stored:
         shape: In bytes, as the writer takes it.
     """
 
-    def __init__(self, tensors: Shards, sources: list[str], config: Mapping[str, Any], recipe: str | None) -> None:
+    def __init__(
+        self, tensors: Shards, name: str, sources: list[str], config: Mapping[str, Any], recipe: str | None
+    ) -> None:
         self._tensors, self._sources, self._config = tensors, sources, config
         self._module, _, suffix = sources[0].rpartition(".")
         metas = [tensors.meta(name) for name in sources]
@@ -118,10 +119,14 @@ class _Stored:
             raise ConversionError(
                 f"{self._module} and others that GGUF stacks differ in shape or type: quantize them alike"
             )
-        tied, columns, self._rounded = "lm_head.weight" not in tensors.where, meta.shape[-1], suffix not in BLOCKS
+        tied, columns, self._rounded = (
+            not any(each.startswith("lm_head.") for each in tensors.where),
+            meta.shape[-1],
+            suffix not in BLOCKS,
+        )
         self._kind = BLOCKS.get(suffix) or _outer_kind(self._module, meta, recipe, tied=tied)
         if self._kind is None:
-            self._dtype = meta.dtype if meta.dim() == 2 and "gate_inp" not in str(sources) else torch.float32
+            self._dtype = meta.dtype if meta.dim() == 2 and "gate_inp" not in name else torch.float32
             numbers = {dtype: number for number, dtype in FLOATS.items()}
             if self._dtype not in numbers:
                 raise ConversionError(f"{sources[0]} is {self._dtype}, which is not written as GGUF here")
@@ -286,7 +291,7 @@ def _read_config(values: Mapping[str, Any], where: str) -> Declared:
     if type(bits) is not int or type(size) is not int:
         raise CheckpointError(f"{where}: bits or group_size is missing; fetch config.json again")
     common: dict[str, Any] = {"bits": bits, "group_size": None if size == -1 else size, "sym": bool(values.get("sym"))}
-    return Declared(format="gguf", desc_act=False, writer=f"gptqkit:{__version__}", **common)
+    return Declared(format="gguf", desc_act=False, writer=writer_of(values), **common)
 
 
 GGUF = Format(

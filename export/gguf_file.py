@@ -27,6 +27,12 @@ FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 _KINDS = {kind.number: kind for kind in BLOCKS.values()}
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))  # of metadata, for struct
 _STRING, _ARRAY = 8, 9
+_UNREAD = {
+    "head_dim": "attention.key_length",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
 
 
 class GgufFile:
@@ -45,14 +51,22 @@ class GgufFile:
         self._data = cast(Any, np.zeros(0, np.uint8) if empty else np.memmap(file, mode="c", dtype=np.uint8))
         try:
             header = _Header(memoryview(self._data))
+        except NotImplementedError as error:
+            raise CheckpointError(f"{file} holds {error}; {', '.join(BLOCKS)} and floats are read here") from error
         except (struct.error, UnicodeDecodeError, ValueError) as error:
             raise CheckpointError(f"{file} is damaged or cut off ({error}); fetch it again") from error
         self.metadata = header.metadata
         self.architecture = self._architecture()
         blocks = {int(found[1]) for name in header.tensors if (found := re.match(r"blk\.(\d{1,6})\.", name))}
         count = self.metadata.get(f"{self.architecture.name}.block_count")
+        if self.metadata.get("split.count", 1) != 1:
+            raise CheckpointError(
+                f"{file} is one of {self.metadata['split.count']} parts; join them: llama-gguf-split --merge"
+            )
         if blocks != set(range(len(blocks))) or count != len(blocks):
             raise CheckpointError(f"{file} speaks of {count} blocks and holds {len(blocks)}; fetch it again")
+        factors = header.tensors.get("rope_freqs.weight")
+        self._factors = None if factors is None or factors[1] else (factors[2], 0, factors[0])
         self._tensors: dict[str, tuple[int, int, tuple[int, ...], int | None]] = {}
         for name, (shape, number, start) in header.tensors.items():
             for full_name, expert in self._names(name, shape, number):
@@ -85,10 +99,50 @@ class GgufFile:
 
     get_slice = get_tensor
 
+    def meta(self, name: str) -> Tensor:
+        """Return the shape and dtype of a tensor, as one on the meta device; nothing is read or decoded."""
+        _, number, shape, expert = self._tensors[name]
+        kind, sizes = _KINDS.get(number), shape[::-1] if expert is None else shape[1::-1]
+        dtype = torch.float32 if kind else FLOATS[number]
+        if kind and not name.endswith(".weight"):
+            sizes, dtype = (*sizes[:-1], sizes[-1] // kind.columns * kind.size), torch.uint8
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
     def nbytes(self, name: str) -> int:
         """Return the bytes that a tensor takes in the file."""
         _, number, shape, expert = self._tensors[name]
         return _nbytes(shape, number) // (1 if expert is None else shape[2])
+
+    def complete(self, config: Any) -> None:
+        """Enter into transformers' config what the file says, or llama.cpp takes for granted, and it does not read."""
+        name, get = self.architecture.name, self.metadata.get
+        for key, ours in _UNREAD.items():
+            if hasattr(config, key) and f"{name}.{ours}" in self.metadata:
+                setattr(config, key, get(f"{name}.{ours}"))
+        if hasattr(config, "query_pre_attn_scalar"):
+            large = config.num_hidden_layers == {"gemma2": 46, "gemma3": 62}[name]
+            config.query_pre_attn_scalar = (
+                config.hidden_size // config.num_attention_heads if large else config.head_dim
+            )
+        rope = config.rope_parameters.get("full_attention", config.rope_parameters)  # gemma3
+        rope.update(self._rope(config.max_position_embeddings))
+
+    def _rope(self, positions: int) -> dict[str, Any]:
+        """Return what the file says of scaled rotary positions, as transformers calls it."""
+        own = f"{self.architecture.name}.rope.scaling."
+        kind, factor = self.metadata.get(f"{own}type", "none"), self.metadata.get(f"{own}factor", 1.0)
+        if self._factors is not None:  # Llama 3.1's; longrope is the type that takes them as they are
+            start, number, shape = self._factors
+            values = torch.from_numpy(np.asarray(self._data[start : start + _nbytes(shape, number)])).view(
+                torch.float32
+            )
+            both = dict.fromkeys(("short_factor", "long_factor"), values.tolist())
+            more = {"factor": 1.0, "attention_factor": 1.0, "original_max_position_embeddings": positions}
+            return {"rope_type": "longrope", **both, **more}
+        if kind == "yarn":
+            original = self.metadata[f"{own}original_context_length"]
+            return {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+        return {"rope_type": kind, "factor": factor} if kind == "linear" else {}
 
     def _architecture(self) -> Architecture:
         name = self.metadata.get("general.architecture")
@@ -207,7 +261,7 @@ def _nbytes(shape: Sequence[int], number: int) -> int:
     """Return the bytes of a tensor, dimensions being GGUF's; ValueError for a type unknown here, or broken blocks."""
     kind = _KINDS.get(number)
     if kind is None and number not in FLOATS:
-        raise ValueError(f"a tensor of ggml's type {number}, which is not read here")
+        raise NotImplementedError(f"a tensor of ggml's type {number}")
     if kind is None:
         return math.prod(shape) * FLOATS[number].itemsize
     if shape[0] % kind.columns:

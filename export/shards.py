@@ -65,7 +65,8 @@ class Shards:
 
     def meta(self, name: str) -> Tensor:
         """Return the shape and dtype of a tensor, as one on the meta device; its values are not read."""
-        return self.get(name).to("meta")
+        found = getattr(self._handles[self.where[name]], "meta", None)  # GGUF
+        return self.get(name).to("meta") if found is None else cast(Tensor, found(name))
 
     def nbytes(self, name: str) -> int:
         """Return the bytes that a tensor takes in its file."""

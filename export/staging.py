@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import OutputExistsError
+from ..errors import CheckpointError, OutputExistsError
+from .scaled import has_scales
+from .shards import read_json
 
 
 @contextmanager
@@ -118,11 +120,15 @@ def check_target(target: Path, *, overwrite: bool) -> None:
 
 
 def _holds_quantized_model(directory: Path) -> bool:
-    """A float model does not count: it may be the only copy."""
+    """A float model does not count, one in FP8 or MXFP4 neither: it may be the only copy."""
     if (directory / "quantize_config.json").is_file():
         return True
     config = directory / "config.json"
-    return config.is_file() and b'"quantization_config"' in config.read_bytes()
+    try:
+        found = read_json(config).get("quantization_config")
+    except CheckpointError:
+        return False
+    return bool(found) and not has_scales(found)
 
 
 def _rename(directory: Path, target: Path) -> None:

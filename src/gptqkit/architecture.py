@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from .calibration.batches import out_of_memory
 from .errors import ArchitectureError, DatasetUnavailableError, GptqkitError
+from .export.gguf_file import GgufFile
 from .export.scaled import has_scales
 
 LONGEST_QUOTE = 300  # characters of what another library says
@@ -37,7 +38,9 @@ def open_config(path_or_id: Path | str, *, trust_remote_code: bool = False) -> A
     """Return the configuration of a model."""
     if Path(path_or_id).is_file():  # GGUF
         with explain(path_or_id):
-            return AutoConfig.from_pretrained(Path(path_or_id).parent, gguf_file=Path(path_or_id).name)
+            config = AutoConfig.from_pretrained(Path(path_or_id).parent, gguf_file=Path(path_or_id).name)
+            GgufFile(Path(path_or_id)).complete(config)
+            return config
     file = Path(path_or_id) / "config.json"
     with explain(file if file.exists() else path_or_id):
         return AutoConfig.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)

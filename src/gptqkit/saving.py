@@ -19,7 +19,7 @@ from .architecture import empty_model, explain, read_config
 from .errors import CheckpointError, ConfigError
 from .export.checkpoint import Checkpoint, open_checkpoint, write_configs
 from .export.names import StoredNames
-from .export.shards import MAX_SHARD_BYTES, join_files, same_bits, some, write_files
+from .export.shards import MAX_SHARD_BYTES, same_bits, some, write_shards
 from .kernels.linear import QuantLinear
 from .model import EmptyModel
 from .units import parse_size
@@ -89,9 +89,7 @@ class Saver:
         target.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=target, prefix=".gptqkit-incomplete-") as name:
             staging = Path(name)
-            (staging / "parts").mkdir()
-            tensors = ((each, checkpoint.tensor(each)) for each in checkpoint.tensors.where)
-            join_files(write_files(staging / "parts" / "part", tensors, most), staging, most)
+            write_shards(staging, ((each, checkpoint.tensor(each)) for each in checkpoint.tensors.where), most)
             _write_configs(model, checkpoint, staging)
             new = {file.name: file for file in staging.iterdir() if file.is_file()}
             for each, file in new.items():
