@@ -6,6 +6,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from ..errors import ConfigError
+from ..settings import check_types
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Calibration:
     split: str | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("samples", "sequence_length"):
             value = getattr(self, name)
             if value is not None and value < 1:

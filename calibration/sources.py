@@ -230,7 +230,8 @@ def _read_dataset(load: Callable[[], Any], name: str, column: str | None) -> Ite
     except CalibrationError:
         raise
     except (OSError, DatasetsError, ValueError, RuntimeError) as error:
-        meant = did_you_mean(name.partition(" ")[0], SHORTHANDS)
+        word = name.partition(" ")[0]
+        meant = "" if word in SHORTHANDS else did_you_mean(word, SHORTHANDS)
         raise DatasetUnavailableError(
             f"{name} cannot be read: {error}{meant or ';'} check its name, its split and its configuration "
             "(organisation/name:configuration), the network and your rights, or give a local file"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ..errors import ConfigError
 from ..kernels.backends import BACKENDS
+from ..settings import check_types
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -49,6 +50,7 @@ class Evaluation:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("sequence_length", "stride", "max_windows", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -158,7 +158,8 @@ def _override(changes: Mapping[str, Any]) -> str:
     if changes.get("skip"):
         return "floating point"
     size = changes.get("group_size")
-    rows = {"bits": changes.get("bits"), "group size": "one group per row" if size == -1 else size}
+    rows = {"type": changes.get("type"), "bits": changes.get("bits")}
+    rows["group size"] = "one group per row" if size == -1 else size
     return ", ".join(f"{name} {value}" for name, value in rows.items() if value is not None)
 
 

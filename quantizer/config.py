@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..export.formats import FORMATS
 from ..export.recipes import TYPES, grid_settings
-from ..settings import settings_of
+from ..settings import check_types, settings_of
 from .methods import METHODS
 
 BITS = (2, 3, 4, 8)
@@ -147,6 +147,7 @@ class QuantizeConfig:
     type: str | None = field(default=None, metadata={"choices": TYPES})
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.type is None:
             _check_bits(self.bits)
         else:
@@ -189,7 +190,7 @@ class QuantizeConfig:
         if self.target_bits is not None and not 2 < self.target_bits < 16:
             raise ConfigError(f"target_bits is {self.target_bits}; give an average between 2 and 16, such as 3.25")
         choices = [name for name in ("target_bits", "target_size") if getattr(self, name) is not None]
-        if choices and self.format == "gguf":
+        if choices and self.type is not None:
             raise ConfigError(f"{choices[0]} and gguf's types both choose bits; leave one out")
         if len(choices) > 1:
             raise ConfigError("target_bits and target_size both choose bits; leave one out")

@@ -171,8 +171,11 @@ def _pushed(out: Path, run: Run, processes: Processes) -> str | None:
 def _calibration(given: Any, config: QuantizeConfig) -> Calibration | None:
     if given is None and needs_calibration(config):
         raise CalibrationError(
-            f"method {config.method!r} needs calibration text; only 'rtn', without learning, does not"
+            "these settings need calibration text; only method 'rtn' does not, without learning, tuning or choice "
+            "of bits"
         )
+    if isinstance(given, Mapping) and "source" in given:
+        return settings_of(Calibration, given)
     return given if given is None or isinstance(given, Calibration) else Calibration(given)
 
 

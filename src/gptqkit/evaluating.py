@@ -95,6 +95,11 @@ def evaluate(
     if reference is not None:
         reference, _ = _open(reference, config, "auto")
         check_text_to_text(reference)
+        if (not encoder and is_encoder(reference)) or has_two_stacks(model) != has_two_stacks(reference):
+            raise ConfigError(
+                f"the reference is a {type(reference).__name__}, the model a {type(model).__name__}; give the float "
+                "model that the quantized one was made of"
+            )
         models.append(reference)
     length = config.sequence_length or default_length(model)
     for each in models:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError, DoesNotFitError, ShapeError
+from .errors import ArchitectureError, ConfigError, DoesNotFitError, ShapeError
 from .export.formats import READERS, find_format
 from .export.modules import skipped_modules
 from .export.readers import Facts, Reader, readers_of
@@ -170,15 +170,20 @@ def _plans(empty: EmptyModel, reader: str) -> Iterator[list[tuple[QuantizeConfig
             for bits, size in _GRIDS
         ]
     blocks = {path: block for stack in find_blocks(empty.model) for path, block in stack.items()}
+    refusal, fits = None, False
     for row in rows:
         plans = []
         for config in row:
             try:
                 targets = [target for part in find_targets(empty.model, blocks, config)[0] for target in part]
-            except (ConfigError, ShapeError):  # the format cannot hold that
+            except (ArchitectureError, ConfigError, ShapeError) as error:  # the format cannot hold that
+                refusal = error
                 continue
             plans.append((config, targets, _answer(empty, config, targets, reader)))
+        fits |= bool(plans)
         yield plans
+    if refusal is not None and not fits:
+        raise refusal
 
 
 def _answer(empty: EmptyModel, config: QuantizeConfig, targets: Sequence[Target], reader: str) -> Reader:

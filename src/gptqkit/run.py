@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from .errors import ConfigError
+from .settings import check_types
 
 LARGEST_BATCH = 8  # samples per forward pass, unless told otherwise
 PLACES = ("auto", "device", "memory", "disk")
@@ -52,6 +53,7 @@ class Run:
     private: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.activations not in PLACES:
             raise ConfigError(f"activations is {self.activations!r}; choose one of {', '.join(PLACES)}")
         for name in ("batch_size", "shard_size"):

@@ -84,9 +84,9 @@ def with_chosen_bits(
         ConfigError: A format with one setting for all modules, a target that cannot be reached, or, with `strict`,
             Linears that do not fit.
     """
-    parts, members, targets = sensitivities(source, samples, config, processes, run, progress)
+    parts, members, whole = sensitivities(source, samples, config, processes, run, progress)
     free = [target for group in members.values() for target in group]
-    chosen = allocate_bits(parts, _budget(source, targets, free, parts, config))
+    chosen = allocate_bits(parts, _budget(whole, free, parts, config))
     if free and not config.overrides and all(candidate.bits is None for candidate in chosen.values()):
         name, given = "target_bits", str(config.target_bits)
         if config.target_size is not None:
@@ -113,8 +113,8 @@ def sensitivities(
     processes: Processes,
     run: Run,
     progress: ProgressCallback,
-) -> tuple[dict[str, list[Candidate]], dict[str, list[Target]], list[Target]]:
-    """Return, by the name of its first Linear, every part's candidates, and its Linears; and all Linears of blocks.
+) -> tuple[dict[str, list[Candidate]], dict[str, list[Target]], int]:
+    """Return, by the name of its first Linear, every part's candidates, and its Linears; and bytes as asked for.
 
     Arguments and errors are those of `with_chosen_bits`.
     """
@@ -125,6 +125,9 @@ def sensitivities(
     blocks = dict(zip(source.paths, source.blocks, strict=True))
     targets, left = find_targets(source.model, blocks, config)
     refuse(misfits(targets, left, config) if run.strict else [])
+    head = find_head(source.model, config)
+    every = [target for own in [*targets, [head] if head else []] for target in own]
+    whole = sum(checkpoint_bytes(source.model, every, config))  # later, they are not tied, nor in their dtype
     size = run.batch_size or LARGEST_BATCH
     mine = processes.share(len(samples.input_ids), size)
     batches = Batches(samples, parts_of(samples, source.model), mine, size, processes.device)
@@ -144,7 +147,7 @@ def sensitivities(
                 streams.advance("hidden", layer, source.blocks[layer], resumable=False)
             if processes.rank == 0:
                 progress(Progress(stage="choose bits", done=layer + 1, total=len(targets), layer=layer))
-    return parts, members, [target for own in targets for target in own]
+    return parts, members, whole
 
 
 def _name(candidate: Candidate) -> str:
@@ -161,18 +164,12 @@ def _override(candidate: Candidate) -> ModuleOverride:
 
 
 def _budget(
-    source: FloatModel,
-    targets: Sequence[Target],
-    free: Sequence[Target],
-    parts: Mapping[str, Sequence[Candidate]],
-    config: QuantizeConfig,
+    whole: int, free: Sequence[Target], parts: Mapping[str, Sequence[Candidate]], config: QuantizeConfig
 ) -> float:
     """Return the bits that the parts may take: by the average, or what the size leaves when all else has its place."""
     if config.target_size is None:
         return cast(float, config.target_bits) * sum(each.shape[0] * each.shape[1] for each in free)
-    head = find_head(source.model, config)
-    whole = 8 * sum(checkpoint_bytes(source.model, [*targets, *([head] if head else [])], config))
-    others = whole - sum(_size(each, config) for each in free)
+    others = 8 * whole - sum(_size(each, config) for each in free)
     least = others + sum(min(candidate.size for candidate in candidates) for candidates in parts.values())
     if least > 8 * config.target_size:
         asked, smallest = size_text(config.target_size), size_text(math.ceil(least / 8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import Any, TypeVar
 
 from .errors import ConfigError
@@ -20,6 +21,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     found = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {found[0]}?" if found else ""
+
+
+def check_types(record: Any) -> None:
+    """Raise ConfigError where a field that takes True and False, or whole numbers, has something else."""
+    for each in dataclasses.fields(record):
+        kind, value = str(each.type).removesuffix(" | None"), getattr(record, each.name)
+        if kind not in ("bool", "int") or (value is None and (each.default is None or kind != str(each.type))):
+            continue
+        if not isinstance(value, bool if kind == "bool" else Integral) or isinstance(value, bool) != (kind == "bool"):
+            wanted = "True or False" if kind == "bool" else "a whole number"
+            raise ConfigError(f"{each.name} is {value!r}; give {wanted}")
 
 
 def settings_of(kind: type[T], values: T | Mapping[str, Any]) -> T:

@@ -192,11 +192,13 @@ def find_targets(
 def _target(model: PreTrainedModel, name: str, inner: str, config: QuantizeConfig, common: QuantizeConfig) -> Target:
     """Return a Linear as a target; ShapeError where the format cannot hold its shape, ConfigError for the settings."""
     rows, columns = matrix(model.get_submodule(name)).shape
+    if config.format != common.format:
+        raise ConfigError(f"{name}: its override has a type, which only GGUF knows; choose a type for all, too")
     layout = find_format(config.format)
     if layout.choose is not None:
         config = layout.choose(config, name, columns, model.config.to_dict())
     asked = config.group_size
-    if asked is not None:
+    if asked is not None and config.type is None:  # GGUF's types have their own
         config = dataclasses.replace(config, group_size=fitting_group(columns, asked))
     target = Target(name, inner, (rows, columns), config)
     try:
