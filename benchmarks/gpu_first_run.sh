@@ -8,8 +8,8 @@
 #           two shapes, every one checked; counters of three gemm kernels, where ncu is there
 #   second  this GPU's constants, written to kernels/devices (bring that file along to the next call); with them, the
 #           table of all products; the host's cost of a call
-#   third   speed of a model of 8B shapes; the solver's times; tests of whole models; compute-sanitizer's memcheck and
-#           racecheck on our kernels
+#   third   speed of a model of 8B shapes; tests of whole models; quantizing blocks of 8B shapes; the solver's times;
+#           compute-sanitizer's memcheck and racecheck on our kernels
 # Nothing needs to be installed but torch and pytest; tests of whole models need transformers as in pyproject.toml and
 # gguf too: of wheels, `pip install --target FOLDER`, and FOLDER in PYTHONPATH. PYTHON is the interpreter. A machine that
 # forgets between calls builds the library again, which takes about a minute.
@@ -90,8 +90,7 @@ first)
     if ncu=$(find_tool ncu); then
         # Share of the memory's and the tensor cores' speed, and what warps wait for, of three kernels.
         step ncu 60 "$ncu" --clock-control none --section SpeedOfLight --section WarpStateStats --section Occupancy \
-            --kernel-name "regex:gemm_" \
-            --launch-count 3 "$python" benchmarks/sanitize.py --profile
+            --kernel-name 'regex:gemm_' --launch-count 3 "$python" benchmarks/sanitize.py --profile
     else
         skip ncu "it is not found"
     fi
@@ -105,14 +104,15 @@ second)
     ;;
 third)
     step model 220 "$python" benchmarks/model.py --out "$out" --batches 1 16 --minutes 3
-    step solver 60 "$python" benchmarks/solver.py --repeats 2 --json "$out/solver-gpu.json"
     tests 160 tests/test_gpu.py
+    step quantizing 120 "$python" benchmarks/quantizing.py --out "$out"
+    step solver 60 "$python" benchmarks/solver.py --repeats 2 --json "$out/solver-gpu.json"
     sanitizer=$(find_tool compute-sanitizer)
     for tool in memcheck racecheck; do
         if [ -n "$sanitizer" ]; then
             # Every tensor is an allocation of its own, so that memcheck sees where it ends.
-            step "$tool" 90 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$tool" --error-exitcode 9 --report-api-errors no \
-                --kernel-name kernel_substring=gemm_ --kernel-name kernel_substring=add_large \
+            step "$tool" 90 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$tool" --error-exitcode 9 \
+                --report-api-errors no --kernel-name kernel_substring=gemm_ --kernel-name kernel_substring=add_large \
                 --kernel-name kernel_substring=dequantize --kernel-name kernel_substring=sweep_kernel \
                 "$python" benchmarks/sanitize.py
         else

@@ -5,13 +5,15 @@
 Parts: statistics (H from tokens), factorisation, sweep (grids, codes, error propagation), refinement (two rounds),
 packing. Floors, in brackets and from the same process: the product x xT; a product with the Cholesky factorisation's
 n^3 / 3 operations; the two products per block that bring a block up to date; two products H E. Times are the best of
-the repeats, in seconds. Beside the statistics stand those of full products summed in float64, 1024 rows at a time;
-where the sweep ran on our kernel, also the same sweep in torch.
+the repeats, in seconds. Beside the statistics stand those of full products summed in float64, 1024 rows at a time, and
+on a GPU ours of bfloat16, which blocks give there; beside the sweep, one with simulated grids, and where it ran on our
+kernel also the same in torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import platform
 import time
@@ -33,7 +35,9 @@ from gptqkit.quantizer.refine import refine
 
 PARTS = ("statistics", "factorisation", "sweep", "refinement", "packing")
 IN_FULL = "statistics of full products in float64"
+IN_BFLOAT16 = "statistics of bfloat16"
 IN_TORCH = "sweep in torch"
+SIMULATED = "sweep with simulated grids"
 FULL_ROWS = 1024
 SHAPES = ((1024, 1024), (4096, 4096), (4096, 11008))  # (out, in)
 
@@ -81,10 +85,15 @@ def measure(rows: int, columns: int, config: QuantizeConfig, device: torch.devic
             lambda: factorize(hessian, order.permutation, gptq.DAMPING, torch.float32), device, repeats
         ),
     }
+    if device.type == "cuda":
+        half = inputs.bfloat16()
+        parts[IN_BFLOAT16] = best_time(lambda: InputStatistics(columns, device).update(half), device, repeats)
     layout = find_format(config.format)
     moments = Moments(hessian=hessian)  # keeps the factor, so that only the first of these solutions makes one
     solved = gptq.solve_gptq(weight, moments, config, layout.snap)
     parts["sweep"] = best_time(lambda: gptq.solve_gptq(weight, moments, config, layout.snap), device, repeats)
+    sim = dataclasses.replace(config, grid="sim")
+    parts[SIMULATED] = best_time(lambda: gptq.solve_gptq(weight, moments, sim, layout.snap), device, repeats)
     if sweep_library(weight) is not None:
         with mock.patch.object(sweep, "sweep_library", return_value=None):
             parts[IN_TORCH] = best_time(lambda: gptq.solve_gptq(weight, moments, config, layout.snap), device, repeats)
@@ -146,7 +155,11 @@ def main() -> None:
             + f" | all but statistics = {result['times_floor']:.2f} x their matrix products"
             + f" | {IN_FULL} {result['seconds'][IN_FULL]:.3f}"
             + f" = {result['seconds'][IN_FULL] / result['seconds']['statistics']:.2f} x ours"
-            + (f" | {IN_TORCH} {result['seconds'][IN_TORCH]:.3f}" if IN_TORCH in result["seconds"] else ""),
+            + "".join(
+                f" | {name} {result['seconds'][name]:.3f}"
+                for name in (IN_BFLOAT16, SIMULATED, IN_TORCH)
+                if name in result["seconds"]
+            ),
             flush=True,
         )
     if arguments.json:

@@ -22,7 +22,7 @@ def run_once(work, operands, **_):
 def load(root, emulation, monkeypatch):
     """Imports a benchmark, with the CPU for a GPU that does everything in one second."""
     monkeypatch.syspath_prepend(str(root / "benchmarks"))
-    for name in ("timing", "layers", "decoder", "gemm", "model", "tune", "sanitize", "host"):
+    for name in ("timing", "layers", "decoder", "gemm", "model", "tune", "sanitize", "host", "quantizing"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     timing = importlib.import_module("timing")
     monkeypatch.setattr(timing, "find_gpu", lambda _: torch.device("cpu"))
@@ -81,6 +81,15 @@ def test_model(load, run, tmp_path):
     results = json.loads((tmp_path / "model.json").read_text())["results"]
     speeds = [(result["bits"], result["tokens_per_second"]) for result in results]
     assert speeds == [(bits, {"1": 1.0, "3": 3.0}) for bits in (16, 4)]
+
+
+def test_quantizing(load, run, tmp_path):
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    run(load("quantizing", SIZES=small), "--samples", 2, "--length", 16, "--out", tmp_path)
+    qualities = json.loads((tmp_path / "quantizing.json").read_text())["qualities"]
+    stages = {quality: set(row["stages"]) for quality, row in qualities.items()}
+    assert stages["balanced"] - stages["fast"] == {"learn"}
+    assert all(sum(row["stages"].values()) <= row["seconds"] for row in qualities.values())
 
 
 def test_tune(load, run, tmp_path):

@@ -72,16 +72,6 @@ def test_calls_follow_the_current_stream(linear):
     assert torch.equal(y, expected)
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32")  # advice that has nothing to do with us
-def test_compiles_with_graphs(linear):
-    pytest.importorskip("triton")
-    compiled = torch.compile(linear, fullgraph=True, mode="reduce-overhead")
-    x = on_gpu(4, 8192)
-    with torch.no_grad():
-        for _ in range(4):
-            assert torch.equal(compiled(x).clone(), linear(x))
-
-
 def test_more_activations_than_32_bits_count():
     linear = CudaLinear(make_weight(columns=4096, group_size=128).to("cuda"), None, torch.float16)
     rows = 2**31 // 4096 + 1000
@@ -108,3 +98,13 @@ def test_more_weights_than_32_bits_count():
     assert torch.equal(dense[-64:].cpu(), weight.dequantize(torch.float16))
     x = on_gpu(3, 1024)
     assert torch.equal(torch.ops.gptqkit.linear(x, *tensors, None, *sizes)[:, -64:], small(x))
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # advice that has nothing to do with us
+def test_compiles_with_graphs(linear):
+    pytest.importorskip("triton")
+    compiled = torch.compile(linear, fullgraph=True, mode="reduce-overhead")
+    x = on_gpu(4, 8192)
+    with torch.no_grad():
+        for _ in range(4):
+            assert torch.equal(compiled(x).clone(), linear(x))
