@@ -222,7 +222,7 @@ ODD, ODD_EXPERTS = build("mistral", intermediate_size=80), build("mixtral", inte
 REFUSED = [
     (OutputExistsError, "there exists", {"out": "there"}),
     (OutputExistsError, "something else than a quantized model", {"out": "llama", "run": {"overwrite": True}}),
-    (CalibrationError, "needs calibration text", {"source": None}),
+    (CalibrationError, "these settings need calibration text; only method .rtn. does not", {"source": None}),
     (CalibrationError, "the model's vocabulary", {"source": IDS + 90}),
     (ConfigError, "sequence_length is 65, but the model has 64 positions", {"length": 65}),
     (ConfigError, "sequence_length is 65, but .* 64 positions", {"length": None, "source": IDS.new_ones(2, 65)}),
@@ -233,6 +233,7 @@ REFUSED = [
     (ArchitectureError, "ResNetModel has no embedding of token ids", {"model": WITHOUT_TOKENS}),
     (ConfigError, r"'donw_proj' matches no Linear .* example model.layers.0.self_attn.q_proj", {"overrides": MISSPELT}),
     (ArchitectureError, "no module is left to quantize: the overrides skip them all", {"overrides": {"": SKIP}}),
+    (ConfigError, "a type, which only GGUF knows", {"overrides": {"q_proj": {"type": "q4_0"}}}),
     (ConfigError, "lm_head shares its weight with an input embedding", {"lm_head": True}),
     (ConfigError, r"2 Linears take smaller groups.*0\.mlp\.down_proj \(32 of 96\)", {"group_size": 64, "run": STRICT}),
     (

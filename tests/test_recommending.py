@@ -100,6 +100,17 @@ def test_refusals(tmp_path, config, reader, error, why):
         gptqkit.recommend(tmp_path, PLENTY, reader, context=65 if "65" in why else None)
 
 
+def test_layouts_that_cannot_hold_the_model_are_no_choice(tmp_path):
+    """Of 40 columns GPTQ packs no 3 bits, and GGUF no block."""
+    config = transformers.LlamaConfig(**{**SIZE, "hidden_size": 40}, intermediate_size=80)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    formats = {key: choice.format for key, choice in choices(tmp_path, "transformers").items()}
+    assert formats[4, 128] == formats[3, 128] == "compressed-tensors"
+    with pytest.raises(ArchitectureError, match=r"q_proj: it has 40 columns, and GGUF's blocks need multiples of 32"):
+        choices(tmp_path, "llama.cpp")
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "opt"])
 def test_keys_and_values_are_those_that_transformers_keeps(name):
     model, tokens = build(name), 6  # within gemma's window of 8

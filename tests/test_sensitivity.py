@@ -12,9 +12,9 @@ from support.models import build, samples
 from support.pipeline import outputs, quantize, weights
 
 
-def loud():
+def loud(name="qwen2"):
     """A model whose second block has weights that hardly do anything."""
-    model = build("qwen2")
+    model = build(name)
     for name, parameter in model.model.layers[1].named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             parameter.data.mul_(1e-3)
@@ -69,9 +69,16 @@ def test_overrides_of_all_leave_nothing_to_choose(tmp_path):
     assert {weight.bits for weight in weights(tmp_path / "out").values()} == {8}
 
 
-@pytest.mark.parametrize("format_", ["gptq_v2", "compressed-tensors"])
-def test_a_size_is_kept_and_used(tmp_path, format_):
-    model, settings = loud(), {"bits": 3, "format": format_, "overrides": {"q_proj": {"bits": 8}}}
+@pytest.mark.parametrize(
+    ("name", "dtype", "format_"),
+    [
+        ("qwen2", torch.float32, "gptq_v2"),
+        ("qwen2", torch.float32, "compressed-tensors"),
+        ("llama", torch.float16, "gptq_v2"),  # its output layer is the embedding
+    ],
+)
+def test_a_size_is_kept_and_used(tmp_path, name, dtype, format_):
+    model, settings = loud(name).to(dtype), {"bits": 3, "format": format_, "overrides": {"q_proj": {"bits": 8}}}
 
     def size(out, **more):
         quantize(model, tmp_path / out, samples(16), **settings, **more)

@@ -532,6 +532,15 @@ def test_misspelt_shorthands(monkeypatch, tokenizer, source, meant):
         draw(source, tokenizer)
 
 
+def test_a_shorthand_that_cannot_be_had_was_not_misspelt(monkeypatch, tokenizer):
+    def load(*_, **__):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(DatasetUnavailableError, match=r"wikitext2 \(train\) cannot be read: no route; check its name"):
+        draw("wikitext2", tokenizer)
+
+
 def test_a_name_in_a_folder_that_exists_is_no_data_set(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()

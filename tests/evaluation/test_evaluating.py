@@ -8,6 +8,7 @@ from gptqkit.errors import ConfigError
 from gptqkit.evaluating import evaluate
 from gptqkit.evaluation.config import Evaluation
 from gptqkit.loading import load_float
+from support.models import build, samples
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +55,10 @@ def test_windows_are_as_long_as_the_model_takes_and_never_longer(example_model, 
         evaluate(example_model, text_file, Evaluation(sequence_length=513, device="cpu"))
     with pytest.raises(ConfigError, match="is not quantized"):
         evaluate(example_model, text_file, Evaluation(backend="torch", device="cpu"))
+
+
+@pytest.mark.parametrize(("name", "reference"), [("llama", "bert"), ("llama", "t5"), ("t5", "llama")])
+def test_a_reference_of_another_kind_is_refused(name, reference):
+    model, other = build(name), build(reference)
+    with pytest.raises(ConfigError, match=f"reference is a {type(other).__name__}, the model a {type(model).__name__}"):
+        evaluate(model, samples().input_ids, Evaluation(sequence_length=24), reference=other)

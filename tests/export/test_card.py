@@ -12,6 +12,7 @@ from gptqkit.export.inspect import inspect
 from gptqkit.quantizer.config import ModuleOverride
 
 OVERRIDES = {r"(k|v)_proj$": ModuleOverride(bits=8, group_size=-1), r"0\.mlp": ModuleOverride(skip=True)}
+OVERRIDES["o_proj"] = ModuleOverride(type="q6_k")
 MODULES = [
     {"name": "model.layers.0.q_proj", "error": 0.1, "rounding_error": 0.2, "worse_than_rounding": False},
     {"name": "model.layers.0.down_proj", "error": 0.3, "rounding_error": 0.25, "worse_than_rounding": True},
@@ -62,6 +63,7 @@ def test_whole_card(material, tmp_path):
         "| method | gptaq |",
         r"| override of `(k\|v)_proj$` | bits 8, group size one group per row |",
         r"| override of `0\.mlp` | floating point |",
+        "| override of `o_proj` | type q6_k |",
         "| calibration | 8 samples of 64 tokens |",
         "| seed | 0 |",
         "| quantizer | gptqkit 1.2 |",

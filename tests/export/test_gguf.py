@@ -125,6 +125,29 @@ def test_conversion_is_exact_and_goes_back(tmp_path):
     assert "GGUF" in (tmp_path / "gguf" / "README.md").read_text()
 
 
+def test_chosen_bits_convert_too(tmp_path):
+    save(build(**{**NARROW, "num_hidden_layers": 1}), tmp_path / "float")
+    quantize(tmp_path / "float", tmp_path / "gptq", tokens(), bits=4, sym=True, target_bits=5.5)
+    gptqkit.convert(tmp_path / "gptq", tmp_path / "gguf", format="gguf")
+    before, after = (gptqkit.open_checkpoint(tmp_path / name) for name in ("gptq", "gguf"))
+    assert len({spec.bits for spec in before.layers.values()}) > 1
+    for name in before.layers:
+        assert torch.equal(before.weight(name).dequantize(), after.weight(name).dequantize())
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K_M"])
+def test_columns_that_fill_no_block_stay_in_float(tmp_path, kind):
+    model = build(**{**NARROW, "intermediate_size": 80})
+    save(model, tmp_path / "float")
+    report = quantize(tmp_path / "float", tmp_path / "out", tokens(2), type=kind, group_size=128, sym=True).report
+    odd = [f"model.layers.{block}.mlp.down_proj" for block in range(2)]
+    assert list(report.left_in_float) == odd
+    assert all("80 columns" in why for why in report.left_in_float.values())
+    loaded, _ = gptqkit.load(tmp_path / "out", device="cpu", dtype="float32")
+    for name in odd:
+        assert torch.equal(decoded(loaded, name), model.get_submodule(name).weight)
+
+
 def test_what_gptq_cannot_hold_does_not_go_back(tmp_path):
     save(build(num_hidden_layers=1), tmp_path / "float")
     quantize(tmp_path / "float", tmp_path / "out", tokens(2), type="q4_k", method="rtn", group_size=128, sym=True)

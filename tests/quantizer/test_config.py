@@ -2,8 +2,12 @@ import json
 
 import pytest
 
+from gptqkit.calibration.config import Calibration
 from gptqkit.errors import ConfigError
+from gptqkit.evaluation.config import Evaluation
 from gptqkit.quantizer.config import ModuleOverride, QuantizeConfig
+from gptqkit.run import Run
+from gptqkit.settings import settings_of
 
 
 @pytest.mark.parametrize(
@@ -40,6 +44,28 @@ from gptqkit.quantizer.config import ModuleOverride, QuantizeConfig
 def test_what_cannot_be_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         QuantizeConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "wanted"),
+    [
+        (QuantizeConfig, "sym", "false", "True or False"),
+        (QuantizeConfig, "desc_act", 1, "True or False"),
+        (QuantizeConfig, "refine_rounds", 1.5, "a whole number"),
+        (QuantizeConfig, "tune_epochs", True, "a whole number"),
+        (QuantizeConfig, "target_size", "5MB", "a whole number"),
+        (Calibration, "samples", 2.5, "a whole number"),
+        (Calibration, "seed", 1.5, "a whole number"),
+        (Calibration, "seed", None, "a whole number"),
+        (Run, "batch_size", 2.5, "a whole number"),
+        (Run, "resume", "no", "True or False"),
+        (Evaluation, "batch_size", 2.5, "a whole number"),
+    ],
+)
+def test_settings_of_another_type_are_refused_by_name(kind, name, value, wanted):
+    source = {"source": None} if kind is Calibration else {}
+    with pytest.raises(ConfigError, match=f"^{name} is {value!r}; give {wanted}$"):
+        settings_of(kind, {**source, name: value})
 
 
 def test_the_first_matching_override_counts():
