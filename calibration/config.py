@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from ..errors import ConfigError
-from ..settings import check_types
+from ..settings import check_types, settings_of
 
 
 @dataclass(frozen=True)
@@ -53,3 +54,10 @@ class Calibration:
                 raise ConfigError(f"{name} is {value}; it must be positive")
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"seed is {self.seed}; it must lie between 0 and 2^63 - 1")
+
+
+def calibration_of(given: Any) -> Calibration:
+    """Return a `Calibration` as it is, or made of a dictionary of its fields, or of a source, with the defaults."""
+    if isinstance(given, Mapping) and "source" in given:
+        return settings_of(Calibration, given)
+    return given if isinstance(given, Calibration) else Calibration(given)

@@ -193,8 +193,10 @@ def write_report(directory: Path, report: Mapping[str, Any]) -> None:
 def public_name(name: object) -> str:
     """Return the name of a file or folder without the folders around it, or an id of the Hub as it is.
 
-    A folder of the Hub's cache is what its repository is called.
+    A folder of the Hub's cache is what its repository is called, and data what its type is.
     """
+    if not isinstance(name, (str, Path)):
+        return type(name).__name__
     text = str(name)
     if not (Path(text).is_absolute() or text.startswith((".", "~")) or Path(text).exists()):
         return text

@@ -16,10 +16,12 @@ from safetensors.torch import save_file
 
 import gptqkit
 from gptqkit import identity, job
+from gptqkit.display import quantization_summary
 from gptqkit.distributed import Processes
 from gptqkit.errors import ArchitectureError, CheckpointError, DoesNotFitError, OutputExistsError, ResumeError
 from gptqkit.export import shards
 from gptqkit.job import work_path
+from gptqkit.report import QuantizationReport
 from support.jobs import (
     CASES,
     before_blocks,
@@ -76,6 +78,18 @@ def test_a_job_stopped_anywhere_ends_in_the_same_files(
     assert [module.name for module in result.report.modules] == [module.name for module in report.modules]
     assert list(tmp_path.iterdir()) == [out]
     assert contents(out) == expected
+
+
+def test_a_finished_job_is_not_measured_later_and_says_so(job_models, tmp_path, caplog):
+    text = samples(4).input_ids.clamp_(max=94).flatten()
+    for given, row in ((None, []), (text.tolist(), []), (text, ["Tensor"])):
+        out = tmp_path / "_".join(["out", *row])
+        found = quantize(job_models, "rtn", out, evaluate_on=given, resume=True).report
+        assert [each["dataset"] for each in found.perplexity] == row
+        assert (f"{out} is not measured on list, being finished" in caplog.text) == (given is not None and not row)
+        caplog.clear()
+    quantize(job_models, "rtn", out, evaluate_on=text, resume=True)
+    assert "not measured" not in caplog.text
 
 
 def test_a_loaded_model_goes_on_after_its_last_block_and_counts_samples_left_out(tmp_path):
@@ -281,8 +295,11 @@ def test_a_finished_job_is_not_resumed_but_reported(job_models, undisturbed, tmp
             del part["seconds"]
     assert again == first
     assert contents(out) == undisturbed("gptq")[1]
+    assert "seconds" not in quantization_summary(QuantizationReport.from_dict(again))
     with pytest.raises(OutputExistsError, match=r"another job's: config\.bits was 3, now 4"):
         quantize(job_models, "gptq", out, resume=True, settings={"bits": 4})
+    with pytest.raises(OutputExistsError, match=r"another job's: seed was 0, now 7"):
+        quantize(job_models, "gptq", out, resume=True, calibration={"source": samples(4).input_ids, "seed": 7})
     (out / "quantization_report.json").write_text('{"config": {}}')
     with pytest.raises(CheckpointError, match=r"quantization_report\.json is damaged"):
         quantize(job_models, "gptq", out, resume=True)

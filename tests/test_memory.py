@@ -218,6 +218,14 @@ def test_hidden_states_are_kept_where_they_fit_best(folder, machine):
     assert plan(folder, activations="memory").activations == "memory"  # what was asked for is not changed
 
 
+def test_a_plan_takes_all_settings_as_dictionaries(folder):
+    calibration = {"samples": 128, "sequence_length": 256}
+    found = gptqkit.plan(folder, None, {"method": "gptq"}, calibration=calibration, run={"device": "cpu"})
+    assert found.needs == plan(folder).needs
+    with pytest.raises(ConfigError, match=r"'a\.txt' is no Calibration; give one, or a dictionary"):
+        gptqkit.plan(folder, calibration="a.txt")
+
+
 def test_what_cannot_run_is_refused_and_what_may_not_is_warned_of(folder, machine, caplog):
     needs = plan(folder)
     needs.check()

@@ -16,6 +16,7 @@ from gptqkit.errors import (
     NonFiniteError,
     OutputExistsError,
 )
+from support.jobs import contents
 from support.models import build, overflowing, samples, save
 from support.pipeline import float_matrix, outputs, quantize, share_that_differs, weights
 from support.solvers import solve_gptaq, solve_gptq, solve_rtn
@@ -192,6 +193,15 @@ def test_rounding_needs_no_calibration_and_reports_no_error(tmp_path):
         assert torch.equal(rounded.codes, found[name].codes)
 
 
+def test_calibration_comes_as_a_dictionary_too(tmp_path):
+    settings, model = {"source": samples().input_ids.tolist(), "samples": 3, "sequence_length": 20}, build("llama")
+    for out, given in (("dictionary", settings), ("record", gptqkit.Calibration(**settings))):
+        gptqkit.quantize(model, given, tmp_path / out, {"quality": "fast", "group_size": 32}, run={"device": "cpu"})
+    assert contents(tmp_path / "dictionary") == contents(tmp_path / "record")
+    with pytest.raises(ConfigError, match="'sample' is no setting of Calibration; did you mean samples"):
+        gptqkit.quantize(model, {"source": "a.txt", "sample": 3}, tmp_path / "out")
+
+
 @pytest.mark.parametrize("name", ["mistral", "mixtral"])
 def test_samples_with_non_finite_activations_stop_the_run_or_are_left_out(name, tmp_path):
     model, ids = overflowing(name), samples().input_ids.clamp(max=94)
@@ -222,6 +232,7 @@ ODD, ODD_EXPERTS = build("mistral", intermediate_size=80), build("mixtral", inte
 REFUSED = [
     (OutputExistsError, "there exists", {"out": "there"}),
     (OutputExistsError, "something else than a quantized model", {"out": "llama", "run": {"overwrite": True}}),
+    (ConfigError, "llama/out and llama lie in one another", {"out": "llama/out"}),
     (CalibrationError, "these settings need calibration text; only method .rtn. does not", {"source": None}),
     (CalibrationError, "the model's vocabulary", {"source": IDS + 90}),
     (ConfigError, "sequence_length is 65, but the model has 64 positions", {"length": 65}),

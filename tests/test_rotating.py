@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from gptqkit import ArchitectureError, OutputExistsError, cli, rotate
+from gptqkit import ArchitectureError, ConfigError, OutputExistsError, cli, rotate
 from gptqkit.quantizer.rotation import Rotation
 
 SIZE = {
@@ -90,3 +90,5 @@ def test_files_keep_their_dtype_and_what_is_there_is_not_replaced(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
     with pytest.raises(OutputExistsError, match="exists already"):
         rotate(tmp_path / "float", tmp_path / "out")
+    with pytest.raises(ConfigError, match="lie in one another"):
+        rotate(tmp_path / "float", tmp_path / "float" / "out")

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from .architecture import without_bars
 from .assembly import assemble
 from .calibration.batches import out_of_memory
-from .calibration.config import Calibration
+from .calibration.config import Calibration, calibration_of
 from .calibration.halves import vocabulary
 from .calibration.samples import Samples, load_samples, load_text
 from .distributed import Processes, join
@@ -27,6 +27,7 @@ from .evaluation.config import Evaluation
 from .evaluation.perplexity import cut_windows
 from .export.card import HEAT_MAP, write_card
 from .export.checkpoint import REPORT, public_name, write_report
+from .export.convert import check_apart
 from .export.formats import find_format
 from .export.imatrix import imatrix_tensors, write_imatrix
 from .export.shards import read_json, some
@@ -89,8 +90,8 @@ def quantize(
 
     Args:
         model: Hub id or folder of a float model, or a loaded one, which goes through a temporary folder.
-        calibration: A `Calibration`, or a source as in its `source`, with the defaults; None where the method needs no
-            calibration, which then reports no errors.
+        calibration: A `Calibration`, a dictionary of its fields, or a source as in its `source`, with the defaults;
+            None where the method needs no calibration, which then reports no errors.
         out: Folder for the checkpoint.
         config: All settings of the quantization, as `QuantizeConfig` or a dictionary of its fields; None for the
             defaults.
@@ -116,14 +117,17 @@ def quantize(
     with join(choose_device(run.device)) as processes, _on_disk(model) as (path, name):
         if run.resume and not run.overwrite:
             with processes.together():
-                done = _finished(out, config, name)
+                done = _finished(out, config, name, 0 if calibration is None else calibration.seed)
             done = processes.gather(done)[0]
             if done is not None:
+                if evaluate_on is not None and processes.rank == 0:
+                    _warn_unmeasured(done, out, public_name(evaluate_on))
                 return QuantizeResult(done, out, _pushed(out, run, processes))
         with processes.together():
             if not (run.resume and work_path(out).exists()):
                 check_target(out, overwrite=run.overwrite)
             source = FloatModel(path, trust_remote_code=run.trust_remote_code, revision=run.revision)
+            check_apart(source.path, out)
             if tokenizer is None:
                 tokenizer = load_tokenizer(source.path, trust_remote_code=run.trust_remote_code)
             tokenizer = open_tokenizer(tokenizer, trust_remote_code=run.trust_remote_code)
@@ -174,9 +178,7 @@ def _calibration(given: Any, config: QuantizeConfig) -> Calibration | None:
             "these settings need calibration text; only method 'rtn' does not, without learning, tuning or choice "
             "of bits"
         )
-    if isinstance(given, Mapping) and "source" in given:
-        return settings_of(Calibration, given)
-    return given if given is None or isinstance(given, Calibration) else Calibration(given)
+    return None if given is None else calibration_of(given)
 
 
 def _completed(
@@ -206,8 +208,8 @@ def imatrix(
 
     Args:
         model: Hub id or folder of a float model, or a loaded one.
-        calibration: A `Calibration`, or a source as in its `source`.
-        out: The GGUF file to write.
+        calibration: A `Calibration`, a dictionary of its fields, or a source as in its `source`.
+        out: The GGUF file to write, in a folder that exists.
         run: Where and how it is run.
         tokenizer: As for `quantize`.
         progress: Called once per module.
@@ -217,9 +219,11 @@ def imatrix(
         GptqkitError: Settings, text, model or files that do not fit; see `errors`.
     """
     run, out = settings_of(Run, run or {}), Path(out)
-    calibration = calibration if isinstance(calibration, Calibration) else Calibration(calibration)
+    calibration = calibration_of(calibration)
     if os.path.lexists(out) and not (run.overwrite and out.is_file()):
         raise OutputExistsError(f"{out} exists already; choose another file, or ask to overwrite it")
+    if not out.parent.is_dir():
+        raise ConfigError(f"there is no folder {out.parent}; make it, or choose another file")
     config = QuantizeConfig(type="q8_0")  # of blocks of 32 columns: the widest choice of Linears
     device = choose_device(run.device)
     with join(device) as processes, _on_disk(model) as (path, _), TemporaryDirectory(prefix="gptqkit-") as folder:
@@ -235,9 +239,7 @@ def imatrix(
             sums = list(Pipeline(source, samples, config, job, processes, run=run, progress=progress).sums())
     count, length = samples.input_ids.shape
     tensors = imatrix_tensors(sums, source.model.config.to_dict())
-    text = calibration.source
-    dataset = public_name(text) if isinstance(text, (str, Path)) else type(text).__name__
-    write_imatrix(out, tensors, dataset=dataset, samples=count, length=length)
+    write_imatrix(out, tensors, dataset=public_name(calibration.source), samples=count, length=length)
 
 
 @contextmanager
@@ -263,21 +265,27 @@ def _check_predicts(source: FloatModel, config: QuantizeConfig) -> None:
         )
 
 
-def _finished(out: Path, config: QuantizeConfig, name: str) -> QuantizationReport | None:
+def _finished(out: Path, config: QuantizeConfig, name: str, seed: int) -> QuantizationReport | None:
     """Return the report of a finished checkpoint of the same model and settings; None where there is none."""
     if work_path(out).exists() or not (out / REPORT).exists():
         return None
     report = QuantizationReport.from_dict(read_json(out / REPORT))
     if config.chooses_bits:
         config = replace(config, overrides=report.config.overrides)  # these were chosen
-    before = {"model": report.model, "config": report.config.to_dict()}
-    different = differences(before, {"model": name, "config": config.to_dict()})
+    before = {"model": report.model, "seed": report.seed, "config": report.config.to_dict()}
+    different = differences(before, {"model": name, "seed": seed, "config": config.to_dict()})
     if different:
         raise OutputExistsError(
             f"{out} is finished, but is another job's: {some(different)}; choose another directory, or overwrite it"
         )
     _LOG.info("%s was finished before; there is nothing to resume", out)
     return report
+
+
+def _warn_unmeasured(report: QuantizationReport, out: Path, dataset: str) -> None:
+    """Say that a finished checkpoint is not measured any more, where it was not on that text."""
+    if all(row.get("dataset") != dataset for row in report.perplexity):
+        _LOG.warning("%s is not measured on %s, being finished; use gptqkit evaluate", out, dataset)
 
 
 @contextmanager

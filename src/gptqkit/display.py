@@ -133,7 +133,7 @@ def quantization_summary(report: QuantizationReport) -> str:
     unfit = [f"{count} ({why})" for why, count in Counter(report.left_in_float.values()).most_common(4)]
     summary = {
         "modules": len(modules),
-        "seconds": report.seconds,
+        "seconds": report.seconds or None,  # of a job that was finished before nothing is known
         "mean error": sum(errors.values()) / len(errors) if errors else None,
         "mean error of rounding": sum(rounding) / len(rounding) if rounding else None,
         "largest error": f"{_text(errors[worst])} in {worst}" if errors else None,

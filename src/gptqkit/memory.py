@@ -120,7 +120,7 @@ def plan(
     out: str | Path | None = None,
     config: QuantizeConfig | Mapping[str, Any] | None = None,
     *,
-    calibration: Calibration | None = None,
+    calibration: Calibration | Mapping[str, Any] | None = None,
     run: Run | Mapping[str, Any] | None = None,
 ) -> MemoryEstimate:
     """Return what `quantize` with the same arguments needs, and what there is; no weights are read.
@@ -129,14 +129,16 @@ def plan(
         model: Hub id or folder of a float model.
         out: Where the checkpoint would go; its disk is looked at.
         config: All settings of the quantization; None for the defaults.
-        calibration: How many samples, of which length; the source is not looked at.
+        calibration: How many samples, of which length, also as a dictionary; the source is not looked at.
         run: Where and how it would run.
 
     Raises:
         GptqkitError: A model or settings that do not fit; see `errors`.
     """
     config, run = settings_of(QuantizeConfig, config or {}), settings_of(Run, run or {})
-    calibration = calibration or Calibration(None)
+    if calibration is None or isinstance(calibration, Mapping):
+        calibration = {"source": None, **(calibration or {})}
+    calibration = settings_of(Calibration, calibration)
     folder = fetch(model, run.revision, weights=False)
     empty = open_empty(folder, trust_remote_code=run.trust_remote_code)
     length = calibration.sequence_length or default_length(empty.model)

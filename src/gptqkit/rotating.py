@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import ArchitectureError
+from .export.convert import check_apart
 from .export.shards import read_json, write_json, write_shards
 from .export.staging import staged
 from .model import FloatModel
@@ -60,10 +61,12 @@ def rotate(model: str | Path, out: str | Path, *, seed: int = 0, revision: str |
 
     Raises:
         ArchitectureError: One that is not among `ARCHITECTURES`, or that has a tensor of which nothing is known.
+        ConfigError: `out` inside the model or around it.
         OutputExistsError: `out` is there already.
         GptqkitError: As `FloatModel` raises.
     """
     source, out = FloatModel(model, revision=revision), Path(out)
+    check_apart(source.path, out)
     name = type(source.model).__name__
     if name not in ARCHITECTURES:
         raise ArchitectureError(f"{name} cannot be rotated; that is known of {', '.join(ARCHITECTURES)}")

@@ -212,7 +212,7 @@ def test_models_and_tokenizers_that_are_not_written_are_refused_before_any_work(
 def test_an_importance_matrix_is_the_sum_of_squares_of_inputs(tmp_path):
     model = build("Mixtral", **NARROW, num_local_experts=4)
     save(model, tmp_path / "float")
-    calibration = gptqkit.Calibration(tokens().input_ids)
+    calibration = {"source": tokens().input_ids, "samples": 6}
     gptqkit.imatrix(tmp_path / "float", calibration, tmp_path / "imatrix.gguf", run={"device": "cpu"})
     seen = {}
 
@@ -234,6 +234,8 @@ def test_an_importance_matrix_is_the_sum_of_squares_of_inputs(tmp_path):
     assert field(tmp_path / "imatrix.gguf", "imatrix.chunk_count") == 6
     with pytest.raises(gptqkit.OutputExistsError):
         gptqkit.imatrix(tmp_path / "float", calibration, tmp_path / "imatrix.gguf")
+    with pytest.raises(ConfigError, match=r"there is no folder .*missing; make it"):
+        gptqkit.imatrix("nowhere", calibration, tmp_path / "missing" / "imatrix.gguf")
 
 
 def test_llama3_frequencies_are_those_of_transformers(tmp_path):
