@@ -42,13 +42,15 @@ def convert(
     Raises:
         CheckpointError: `source` is damaged or no checkpoint that is read here.
         ConversionError: `source` has that format already, or holds what the format cannot.
-        ConfigError: An unknown format, or a target inside the source or around it.
+        ConfigError: An unknown format, a `shard_size` that is none, or a target inside the source or around it.
         OutputExistsError: `target` exists, and `overwrite` is not set or it holds no quantized model.
         OSError: The disk refused; nothing is left behind.
     """
     target = Path(target)
     if format not in FORMATS:
         raise ConfigError(f"format is {format!r}; choose one of {', '.join(FORMATS)}")
+    if shard_size < 1:
+        raise ConfigError(f"shard_size is {shard_size}; it must be positive")
     source = fetch(source, revision, gguf=True)
     if source.is_file():
         raise ConversionError(f"{source} is a file by itself; folders that gptqkit wrote are converted")
@@ -147,13 +149,13 @@ def write_quantization_config(directory: Path, values: Mapping[str, Any], format
 
 def update_report(directory: Path, source: Path, format: str) -> None:
     """Let report and model card name the new format."""
-    report = read_json(directory / REPORT)
+    report = read_json(source / REPORT)
     try:
         report["config"]["format"] = format
         write_report(directory, report)
         write_card(directory, source)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{REPORT} is damaged ({error!r}); delete it, it is not needed") from error
+        raise CheckpointError(f"{source / REPORT} is damaged ({error!r}); delete it, it is not needed") from error
 
 
 def _quantization_config(
@@ -162,7 +164,7 @@ def _quantization_config(
     """Return what the config is to say of the new files in `directory`; what the source says beside that stays."""
     before, declared = checkpoint.quantization_config, checkpoint.declared
     meta = before["meta"] if isinstance(before.get("meta"), dict) else {}
-    report = read_json(directory / REPORT) if (directory / REPORT).exists() else {}
+    report = read_json(checkpoint.path / REPORT) if (directory / REPORT).exists() else {}
     asked = meta.get("gptqkit") or report.get("config")  # of us; files of other programs only say what they are
     config = QuantizeConfig(bits=declared.bits, group_size=declared.group_size, sym=declared.sym)
     if isinstance(asked, dict):

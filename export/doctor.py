@@ -108,12 +108,15 @@ def doctor(checkpoint: Path | str, out: Path | str | None = None, *, format: str
 
     Raises:
         CheckpointError: No quantized checkpoint, or configs that cannot be read.
-        ConversionError: A layer holds what `format` cannot.
+        ConversionError: A layer holds what `format` cannot, or the checkpoint is GGUF.
         ConfigError: Another `format`, or `out` inside the checkpoint or around it.
         OutputExistsError, OSError: `out` exists, or the disk refused; nothing is left behind.
     """
     if format not in (None, *VERSIONS):
         raise ConfigError(f"format is {format!r}; choose one of {', '.join(VERSIONS)}")
+    kinds = {file.suffix for file in (Path(checkpoint), *Path(checkpoint).glob("*"))}
+    if ".gguf" in kinds and ".safetensors" not in kinds:
+        raise ConversionError(f"{checkpoint} is GGUF, which is not examined; gptqkit inspect reads it")
     source = fetch(checkpoint)
     if out is not None:
         check_apart(source, Path(out))

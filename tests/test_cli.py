@@ -118,6 +118,8 @@ def test_settings_that_are_typed_in_a_form_of_their_own(settings):
     ]
     assert found[gptqkit.Calibration].source == [Path("a.txt"), Path("b.json")]
     assert found[Run].shard_size == 3 << 20
+    for typed, meant in {"6.5MB": 6500000, "1kB": 1000, "8gb": 8 * 10**9, "1.5 gib": 3 << 29, "7": 7}.items():
+        assert settings([*QUANTIZE, "--shard-size", typed])[Run].shard_size == meant
     for command in (["quantize", "model", "out"], ["evaluate", "model", "--dataset", "a.txt"]):
         assert settings([*command, "--tokenizer", "org/tokenizer"])[str] == "org/tokenizer"
     assert gptqkit.Calibration not in settings(QUANTIZE)

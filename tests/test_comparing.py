@@ -11,6 +11,7 @@ import pytest
 
 import gptqkit
 from gptqkit import cli, comparing
+from support import gguf_files
 
 LENGTH = ["--sequence-length", "64", "--max-windows", "2", "--device", "cpu"]
 
@@ -204,3 +205,19 @@ def test_what_cannot_be_compared_is_one_line_before_any_work(checkpoints, exampl
 def test_several_models_in_python_need_one_at_least(text):
     with pytest.raises(gptqkit.ConfigError, match="no checkpoint to compare"):
         gptqkit.compare([], text)
+    with pytest.raises(gptqkit.ConfigError, match=r"checkpoints is 'w4'; give a list, such as \['w4'\]"):
+        gptqkit.compare("w4", text)
+
+
+def test_gguf_files_are_compared_with_folders_and_the_float_model(tmp_path):
+    gguf_files.save(gguf_files.build("Mistral", **gguf_files.NARROW, sliding_window=None), tmp_path / "float")
+    for out, config in (("gguf", {"type": "Q4_0"}), ("gptq", {"group_size": 32})):
+        gptqkit.quantize(tmp_path / "float", None, tmp_path / out, {"method": "rtn", **config})
+    gguf_files.save(gguf_files.build(**{**gguf_files.NARROW, "num_hidden_layers": 1}), tmp_path / "other")
+    ids, how = gguf_files.tokens().input_ids, {"sequence_length": 24, "device": "cpu"}
+    paths = [tmp_path / "gptq", tmp_path / "gguf" / "model.gguf", tmp_path / "gguf"]
+    _, alone, folder = gptqkit.compare(paths, ids, how, reference=tmp_path / "float")
+    assert alone.size == folder.size
+    assert alone.scores.kl_divergence == folder.scores.kl_divergence
+    with pytest.raises(gptqkit.ConfigError, match="num_hidden_layers is 2 and 1"):
+        gptqkit.compare(paths[1:2], ids, how, reference=tmp_path / "other")

@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from gptqkit import cli
+from support.jobs import contents
 
 VOID = ("meta",)
 HOSTILE = [
@@ -258,6 +259,16 @@ def test_a_link_that_came_with_a_checkpoint_is_replaced_and_not_followed(draw, t
     (tmp_path / "quantization_report.html").symlink_to(tmp_path / "mine.txt")
     assert draw(small_report())[0] == 0
     assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("words", [["--html", "q", "--png", "./q"], ["--png", "quantization_report.html"]])
+def test_page_and_picture_are_two_files(draw, tmp_path, monkeypatch, capsys, words):
+    monkeypatch.chdir(tmp_path)
+    draw(small_report())
+    before = contents(tmp_path)
+    assert cli.main(["report", str(tmp_path), *words]) == 1
+    assert "cannot be both page and picture; give --png another file" in capsys.readouterr().err
+    assert contents(tmp_path) == before
 
 
 def test_no_report_is_one_line(tmp_path, capsys):

@@ -119,6 +119,10 @@ def test_overrides_stand_and_a_finished_job_is_known_again(tmp_path):
 def test_what_cannot_be_chosen(tmp_path):
     with pytest.raises(ConfigError, match="target_bits"):
         QuantizeConfig(target_bits=1.5)
+    with pytest.raises(ConfigError, match=r"target_bits is 2\.4, but the smallest widths make 2\.563 on average; give"):
+        quantize(build("qwen2"), tmp_path / "out", samples(8), target_bits=2.4)
+    least = quantize(build("qwen2"), tmp_path / "least", samples(8), target_bits=2.563).report.modules
+    assert {module.bits for module in least} == {2}
     with pytest.raises(ConfigError, match="leave one out"):
         QuantizeConfig(target_bits=3.5, target_size=1 << 30)
     with pytest.raises(ConfigError, match=r"1\.00 GiB, in which everything fits in floating point; give less"):

@@ -328,10 +328,13 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    page, beside = gptqkit.report_html(arguments.checkpoint), arguments.checkpoint / "quantization_report.html"
+    file = arguments.html or arguments.checkpoint / "quantization_report.html"
+    if arguments.png is not None and arguments.png.resolve() == file.resolve():
+        raise ConfigError(f"{file} cannot be both page and picture; give --png another file")
+    page = gptqkit.report_html(arguments.checkpoint)
     if arguments.html is None:
-        beside.unlink(missing_ok=True)  # a link that came with a downloaded checkpoint is not followed
-    files = {arguments.html or beside: page.encode()}
+        file.unlink(missing_ok=True)  # a link that came with a downloaded checkpoint is not followed
+    files = {file: page.encode()}
     if arguments.png is not None:
         files[arguments.png] = gptqkit.report_png(arguments.checkpoint)
     for file, data in files.items():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .architecture import read_config
 from .errors import ConfigError
 from .evaluating import evaluate
 from .evaluation.compare import Scores
@@ -60,7 +61,7 @@ def compare(
     """Measure several checkpoints of one model on `dataset`, one after another, the float model being loaded once.
 
     Args:
-        checkpoints: Directories of quantized checkpoints, or their ids on the Hub.
+        checkpoints: Directories of quantized checkpoints, their ids on the Hub, or GGUF files.
         dataset: As for `evaluate`.
         config: All settings of the evaluation; None for the defaults.
         reference: The float model to compare with, as a directory, Hub id or loaded model. Encoders need one.
@@ -71,11 +72,13 @@ def compare(
         GptqkitError: As `evaluate` and `inspect`.
     """
     config = settings_of(Evaluation, config or {})
+    if isinstance(checkpoints, (str, Path)):
+        raise ConfigError(f"checkpoints is {str(checkpoints)!r}; give a list, such as [{str(checkpoints)!r}]")
     if not checkpoints:
         raise ConfigError("there is no checkpoint to compare; give at least one")
     paths = [fetch(path, gguf=True) for path in checkpoints]
     summaries = [inspect(path) for path in paths]
-    shapes = [(str(name), read_json(path / "config.json")) for name, path in zip(checkpoints, paths, strict=True)]
+    shapes = [(str(name), _config(path)) for name, path in zip(checkpoints, paths, strict=True)]
     _check_same_model(shapes)
     if isinstance(reference, (str, Path)):
         name, code = str(reference), config.trust_remote_code
@@ -117,6 +120,13 @@ def comparison_svg(comparisons: Sequence[Comparison]) -> str:
 def _named(checkpoint: Path | str, progress: ProgressCallback) -> ProgressCallback:
     """Let every checkpoint be a stage of its own, which begins anew."""
     return lambda step: progress(dataclasses.replace(step, stage=f"evaluate {Path(checkpoint).name}"))
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """Return config.json, or what a GGUF file says of the same, but for the type, which is llama for Mistral, too."""
+    if path.is_dir():
+        return read_json(path / "config.json")
+    return {key: value for key, value in read_config(path).to_dict().items() if key != "model_type"}
 
 
 def _check_same_model(shapes: Sequence[tuple[str, Mapping[str, Any]]]) -> None:

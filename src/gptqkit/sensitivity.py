@@ -167,12 +167,16 @@ def _budget(
     whole: int, free: Sequence[Target], parts: Mapping[str, Sequence[Candidate]], config: QuantizeConfig
 ) -> float:
     """Return the bits that the parts may take: by the average, or what the size leaves when all else has its place."""
+    least = sum(min(candidate.size for candidate in candidates) for candidates in parts.values())
     if config.target_size is None:
-        return cast(float, config.target_bits) * sum(each.shape[0] * each.shape[1] for each in free)
+        average, count = cast(float, config.target_bits), sum(each.shape[0] * each.shape[1] for each in free)
+        if least > average * count:
+            least = math.ceil(1000 * least / count) / 1000
+            raise ConfigError(f"target_bits is {average}, but the smallest widths make {least} on average; give more")
+        return average * count
     others = 8 * whole - sum(_size(each, config) for each in free)
-    least = others + sum(min(candidate.size for candidate in candidates) for candidates in parts.values())
-    if least > 8 * config.target_size:
-        asked, smallest = size_text(config.target_size), size_text(math.ceil(least / 8))
+    if others + least > 8 * config.target_size:
+        asked, smallest = size_text(config.target_size), size_text(math.ceil((others + least) / 8))
         raise ConfigError(f"target_size is {asked}, but the smallest widths make {smallest}; allow for more")
     return 8 * config.target_size - others
 

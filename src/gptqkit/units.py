@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 
 def size_text(size: int) -> str:
@@ -20,15 +21,15 @@ def size_text(size: int) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes in `8GiB`, `5GB`, `500 MiB` or a plain number.
+    """Return the bytes in `8GiB`, `6.5GB`, `500 mib` or a plain number.
 
-    >>> parse_size("8GiB"), parse_size("5GB"), parse_size("500 MiB"), parse_size("4096")
-    (8589934592, 5000000000, 524288000, 4096)
+    >>> parse_size("8GiB"), parse_size("6.5GB"), parse_size("500 mib"), parse_size("4096")
+    (8589934592, 6500000000, 524288000, 4096)
 
     Raises:
         ValueError: It is no size.
     """
-    match = re.fullmatch(r"(\d+) ?([KMGT]?)(i?)B?", text)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(I?)B?", text.upper())
     if match is None or (match[3] and not match[2]):
         raise ValueError(f"{text!r} is no size; give one such as 8GiB or 500MiB")
-    return int(match[1]) * int((1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
+    return int(Fraction(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))

@@ -89,7 +89,10 @@ def test_a_damaged_report_is_named(material, tmp_path, damage):
     source = material(format="gptq").write(tmp_path / "source")
     report = json.loads((source / "quantization_report.json").read_text())
     (source / "quantization_report.json").write_text(json.dumps({**report, **damage}))
-    with pytest.raises(CheckpointError, match=r"quantization_report\.json is damaged .*delete it"):
+    with pytest.raises(CheckpointError, match=rf"{source}/quantization_report\.json is damaged .*delete it"):
+        convert(source, tmp_path / "out", format="gptq_v2")
+    (source / "quantization_report.json").write_text("{")
+    with pytest.raises(CheckpointError, match=rf"^{source}/quantization_report\.json is not JSON"):
         convert(source, tmp_path / "out", format="gptq_v2")
     (source / "quantization_report.json").unlink()
     convert(source, tmp_path / "out", format="gptq_v2")
@@ -102,6 +105,8 @@ def test_what_is_refused_leaves_nothing_behind(material, tmp_path, faulty_disk):
         convert(source, tmp_path / "out", format="gptq")
     with pytest.raises(ConfigError, match="choose one of gptq, gptq_v2"):
         convert(source, tmp_path / "out", format="exl2")
+    with pytest.raises(ConfigError, match="shard_size is 0; it must be positive"):
+        convert(source, tmp_path / "out", format="gptq_v2", shard_size=0)
     for target in (source, source / "inside", tmp_path):
         with pytest.raises(ConfigError, match="lie in one another"):
             convert(source, target, format="gptq_v2", overwrite=True)

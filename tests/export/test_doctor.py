@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gptqkit import cli, convert, doctor
-from gptqkit.errors import CheckpointError, ConfigError, OutputExistsError
+from gptqkit.errors import CheckpointError, ConfigError, ConversionError, OutputExistsError
 from gptqkit.export.checkpoint import open_checkpoint
 from support.weights import gptq_tensors, random_weight, same, words
 
@@ -360,6 +360,16 @@ def test_our_own_report_and_card_follow(material, tmp_path):
     assert doctor(path, tmp_path / "out", format="gptq").written
     for file in (tmp_path / "wanted").iterdir():
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+    (path / "quantization_report.json").write_text("{")
+    with pytest.raises(CheckpointError, match=rf"^{path}/quantization_report\.json is not JSON"):
+        doctor(path, tmp_path / "again")
+
+
+def test_gguf_is_said_not_to_be_examined(tmp_path):
+    (tmp_path / "model.gguf").touch()
+    for checkpoint in (tmp_path, tmp_path / "model.gguf"):
+        with pytest.raises(ConversionError, match=f"^{checkpoint} is GGUF, which is not examined"):
+            doctor(checkpoint)
 
 
 def test_what_is_refused(write, tmp_path, capsys, faulty_disk):
