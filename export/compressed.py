@@ -249,7 +249,9 @@ def _rule(group: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where}: strategy {weights.get('strategy')!r} with group_size {size!r}; group with a size, or channel "
             "without, is read here"
         )
-    rule = {"bits": weights.get("num_bits") or 8, "group_size": -1 if strategy == "channel" else size}
+    rule = {"bits": weights.get("num_bits", 8), "group_size": -1 if strategy == "channel" else size}
+    if rule["bits"] is None:
+        raise CheckpointError(f"{where}: num_bits of its weights is null; fetch the file again")
     check_settings(rule, where)
     symmetric, order = weights.get("symmetric", True), weights.get("actorder")
     if not isinstance(symmetric, bool) or order not in (None, False, True, "group", "dynamic", "weight", "static"):

@@ -15,10 +15,12 @@ from ..hub import fetch
 from ..quantizer.config import BITS, QuantizeConfig
 from .card import write_card
 from .checkpoint import REPORT, Checkpoint, check_written, matrices, open_checkpoint, write_report
-from .files import copy_beside
+from .files import copy_beside, read_tokenizer
 from .formats import FORMATS, LayerSpec, find_format
 from .shards import MAX_SHARD_BYTES, check_same, read_json, same_bits, write_json, write_shards
 from .staging import staged
+
+_HOW = ("damp_percent", "static_groups", "true_sequential")  # in configs of gptq: how codes were found
 
 
 def convert(
@@ -59,12 +61,8 @@ def convert(
     if checkpoint.declared.format == format:
         raise ConversionError(f"{source} is {format} already; there is nothing to convert")
     _check(checkpoint, format)
-    if find_format(format).finish is not None:
-        from transformers import AutoTokenizer  # here, because it takes long
-
-        named = any(source.glob("tokenizer*"))
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True) if named else None
-        find_format(format).accept(checkpoint.model_config, tokenizer, checkpoint.float_names)
+    if find_format(format).finish is not None:  # else nobody looks at the tokenizer
+        find_format(format).accept(checkpoint.model_config, read_tokenizer(source), checkpoint.float_names)
     layers: dict[str, LayerSpec] = {}
     with staged(target, overwrite=overwrite) as directory:
         fill(directory, source, _tensors(checkpoint, format, layers), shard_size)
@@ -180,6 +178,7 @@ def _quantization_config(
         values = {**before, **{key: value for key, value in values.items() if value != old[key]}}
     elif not isinstance(asked, dict):
         values.get("meta", {}).pop("gptqkit", None)  # defaults, which nobody asked for
+        values = {key: value for key, value in values.items() if key not in _HOW}
     if write != checkpoint.format.write_config and "passthrough_tensors" in meta:
         values["meta"] = {**values.get("meta", {}), "passthrough_tensors": meta["passthrough_tensors"]}
     return values

@@ -191,7 +191,11 @@ def _judge_order(case: _Case, missing: Sequence[str]) -> None:
         case.found("neither desc_act nor g_idx says in which order groups are", lacking)
     else:
         case.found("g_idx is missing", lacking, "it is written as k // group_size")
-    if "desc_act" not in missing and case.opened.declared.desc_act != bool(ordered):
+    declared = case.opened.declared
+    if declared.desc_act and declared.static_groups and not ordered:
+        case.notes.append("desc_act is true and all groups are in order, as static_groups leaves them")
+        return
+    if "desc_act" not in missing and declared.desc_act != bool(ordered):
         found = "false, but groups are not" if ordered else "true, but all groups are"
         case.found(f"desc_act is {found} in order", ordered or grouped, f"it becomes {str(bool(ordered)).lower()}")
     if grouped or "desc_act" in missing:

@@ -11,6 +11,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ..errors import CheckpointError
 
@@ -76,6 +77,13 @@ def copy_beside(
         elif not entry.is_symlink() and (folders or (entry / "config.json").exists()):
             there.mkdir(exist_ok=True)
             copy_beside(entry, there, leave=(".py",), home=home)
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer in a folder as transformers opens it; None where there is none."""
+    from transformers import AutoTokenizer  # here, because it takes long
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True) if any(folder.glob("tokenizer*")) else None
 
 
 def _visible(folder: Path) -> Iterator[Path]:

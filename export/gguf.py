@@ -23,6 +23,7 @@ from ..quantizer.gptq import solve_rtn
 from ..quantizer.quantized import QuantizedWeight
 from ..quantizer.superblock import Float16Offset
 from .blocks import BLOCKS, BlockType, decode, encode, transcribe
+from .files import read_tokenizer
 from .formats import Declared, Format, LayerSpec
 from .gguf_file import FLOATS, GgufFile
 from .gguf_model import (
@@ -56,14 +57,10 @@ def write_model(directory: Path) -> None:
         CheckpointError: A tensor reads back differently.
     """
     from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType  # here, because it takes long
-    from transformers import AutoTokenizer
 
     config, tensors = read_json(directory / "config.json"), Shards.of_folder(directory)
     architecture, recipe = architecture_of(config), config["quantization_config"].get("type")
-    tokenizer = None
-    if any(directory.glob("tokenizer*")):
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    values = {**metadata(config), **tokenizer_metadata(tokenizer, config["vocab_size"])}
+    values = {**metadata(config), **tokenizer_metadata(read_tokenizer(directory), config["vocab_size"])}
     sources = _sources(tensors.where, architecture)
     ready = {name: _Stored(tensors, name, names, config, recipe) for name, names in sources.items()}
     factors = rope_factors(config)
@@ -119,11 +116,8 @@ class _Stored:
             raise ConversionError(
                 f"{self._module} and others that GGUF stacks differ in shape or type: quantize them alike"
             )
-        tied, columns, self._rounded = (
-            not any(each.startswith("lm_head.") for each in tensors.where),
-            meta.shape[-1],
-            suffix not in BLOCKS,
-        )
+        tied = not any(each.startswith("lm_head.") for each in tensors.where)  # quantized, it has no weight
+        columns, self._rounded = meta.shape[-1], suffix not in BLOCKS
         self._kind = BLOCKS.get(suffix) or _outer_kind(self._module, meta, recipe, tied=tied)
         if self._kind is None:
             self._dtype = meta.dtype if meta.dim() == 2 and "gate_inp" not in name else torch.float32

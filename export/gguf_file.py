@@ -27,8 +27,10 @@ FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 _KINDS = {kind.number: kind for kind in BLOCKS.values()}
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))  # of metadata, for struct
 _STRING, _ARRAY = 8, 9
-_UNREAD = {
+_UNREAD = {  # by the name that transformers gives a setting: what its reader of GGUF leaves out
     "head_dim": "attention.key_length",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -56,17 +58,16 @@ class GgufFile:
         except (struct.error, UnicodeDecodeError, ValueError) as error:
             raise CheckpointError(f"{file} is damaged or cut off ({error}); fetch it again") from error
         self.metadata = header.metadata
+        parts = self.metadata.get("split.count", 1)
+        if parts != 1:  # the first of them alone says what model it is
+            raise CheckpointError(f"{file} is one of {parts} parts; join them with llama-gguf-split --merge")
         self.architecture = self._architecture()
         blocks = {int(found[1]) for name in header.tensors if (found := re.match(r"blk\.(\d{1,6})\.", name))}
         count = self.metadata.get(f"{self.architecture.name}.block_count")
-        if self.metadata.get("split.count", 1) != 1:
-            raise CheckpointError(
-                f"{file} is one of {self.metadata['split.count']} parts; join them: llama-gguf-split --merge"
-            )
         if blocks != set(range(len(blocks))) or count != len(blocks):
             raise CheckpointError(f"{file} speaks of {count} blocks and holds {len(blocks)}; fetch it again")
-        factors = header.tensors.get("rope_freqs.weight")
-        self._factors = None if factors is None or factors[1] else (factors[2], 0, factors[0])
+        shape, number, start = header.tensors.get("rope_freqs.weight", ((), -1, 0))
+        self._factors = (start, number, shape) if number == 0 else None
         self._tensors: dict[str, tuple[int, int, tuple[int, ...], int | None]] = {}
         for name, (shape, number, start) in header.tensors.items():
             for full_name, expert in self._names(name, shape, number):
@@ -113,19 +114,25 @@ class GgufFile:
         _, number, shape, expert = self._tensors[name]
         return _nbytes(shape, number) // (1 if expert is None else shape[2])
 
-    def complete(self, config: Any) -> None:
-        """Enter into transformers' config what the file says, or llama.cpp takes for granted, and it does not read."""
+    def complete(self, config: Any) -> Any:
+        """Return transformers' config of the file with what it does not read, or llama.cpp takes for granted."""
         name, get = self.architecture.name, self.metadata.get
+        if self.architecture is ARCHITECTURES["mixtral"]:  # read as a Llama
+            from transformers import MixtralConfig  # here, because it takes long
+
+            values = config.to_dict() | {"architectures": ["MixtralForCausalLM"]}
+            del values["model_type"]
+            config = MixtralConfig(**values)
         for key, ours in _UNREAD.items():
             if hasattr(config, key) and f"{name}.{ours}" in self.metadata:
                 setattr(config, key, get(f"{name}.{ours}"))
         if hasattr(config, "query_pre_attn_scalar"):
-            large = config.num_hidden_layers == {"gemma2": 46, "gemma3": 62}[name]
-            config.query_pre_attn_scalar = (
-                config.hidden_size // config.num_attention_heads if large else config.head_dim
-            )
+            largest = config.num_hidden_layers == {"gemma2": 46, "gemma3": 62}[name]
+            width = config.hidden_size // config.num_attention_heads
+            config.query_pre_attn_scalar = width if largest else config.head_dim
         rope = config.rope_parameters.get("full_attention", config.rope_parameters)  # gemma3
         rope.update(self._rope(config.max_position_embeddings))
+        return config
 
     def _rope(self, positions: int) -> dict[str, Any]:
         """Return what the file says of scaled rotary positions, as transformers calls it."""
@@ -133,10 +140,8 @@ class GgufFile:
         kind, factor = self.metadata.get(f"{own}type", "none"), self.metadata.get(f"{own}factor", 1.0)
         if self._factors is not None:  # Llama 3.1's; longrope is the type that takes them as they are
             start, number, shape = self._factors
-            values = torch.from_numpy(np.asarray(self._data[start : start + _nbytes(shape, number)])).view(
-                torch.float32
-            )
-            both = dict.fromkeys(("short_factor", "long_factor"), values.tolist())
+            raw = torch.from_numpy(np.asarray(self._data[start : start + _nbytes(shape, number)]))
+            both = dict.fromkeys(("short_factor", "long_factor"), raw.view(torch.float32).tolist())
             more = {"factor": 1.0, "attention_factor": 1.0, "original_max_position_embeddings": positions}
             return {"rope_type": "longrope", **both, **more}
         if kind == "yarn":
@@ -158,7 +163,7 @@ class GgufFile:
         """Yield the names in transformers' model of one tensor: one, or one per expert."""
         stem, _, suffix = name.rpartition(".")
         module = module_name(stem, self.architecture.modules)
-        if name == "rope_freqs.weight":  # config.json says it, too
+        if name == "rope_freqs.weight":  # `_rope` reads it
             return
         if module is None or suffix not in ("weight", "bias") or (suffix == "bias" and number not in FLOATS):
             raise CheckpointError(f"{self._file} holds {name}, which {self.architecture.name} is not known to have")

@@ -120,6 +120,7 @@ def _facts(checkpoint: Checkpoint, skipped: Sequence[str], tensor_parallel: int)
         lacking=sum(f"{name}.g_idx" not in where for name in checkpoint.layers),
         all_ones=sum(_all_ones(checkpoint, name) for name, spec in checkpoint.layers.items() if v1 and not spec.sym),
         tensor_parallel=tensor_parallel,
+        beside=checkpoint.path.is_dir() and checkpoint.model_config.get("quantization_config") is None,
     )
 
 

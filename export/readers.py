@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 from .formats import READERS, Declared, LayerSpec
-from .modules import FUSED
+from .modules import FUSED, list_of_names
 from .shards import some
 
 TRANSFORMERS = "transformers"
@@ -39,6 +39,7 @@ _BY_ROWS = ("o_proj", "out_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h
 """Modules whose inputs GPUs share; of all others they share the outputs."""
 
 _AMBIGUOUS = "refuses asymmetric version 1 files of other programs; convert to gptq_v2"
+_BESIDE = "looks for quantization_config in config.json only; write there what quantize_config.json says"
 _GROUPS_IN_ORDER = "rejects desc_act with groups; quantize with static_groups or act_group_aware"
 _INDEXED = (
     "looks up every column's group (g_idx) in each call, which takes time; static_groups and act_group_aware do not"
@@ -76,6 +77,7 @@ class Facts:
         lacking: Number of layers without g_idx.
         all_ones: Number of zero points whose bits are all set, in an asymmetric file of version 1.
         tensor_parallel: Number of GPUs that share every layer.
+        beside: Whether the quantization config stands beside config.json only.
     """
 
     declared: Declared
@@ -86,6 +88,7 @@ class Facts:
     lacking: int = 0
     all_ones: int = 0
     tensor_parallel: int = 1
+    beside: bool = False
 
     @cached_property
     def on_gpu(self) -> Mapping[str, LayerSpec]:
@@ -115,7 +118,8 @@ def readers_of(facts: Facts) -> tuple[Reader, ...]:
 def _common_rules(facts: Facts) -> Rules:
     """Return what stops readers of any format."""
     layers, model, format_ = facts.layers, facts.model_config, facts.declared.format
-    untried = [str(name) for name in model.get("architectures") or () if not str(name).endswith("ForCausalLM")]
+    architectures = list_of_names(model.get("architectures"), "config.json: architectures")
+    untried = [name for name in architectures if not name.endswith("ForCausalLM")]
     experts = any(".experts." in name for name in layers) and format_ not in ("gptq", "gptq_v2")
     unlike, headless = _unlike(layers, facts.skipped), _outside(layers) and model.get("tie_word_embeddings")
     elsewhere = "reads GGUF only; quantize with --type, or convert symmetric grids to gguf"
@@ -129,6 +133,7 @@ def _common_rules(facts: Facts) -> Rules:
             "takes the embedding for the output layer, where tie_word_embeddings is true, not lm_head",
         ),
         (("llama.cpp",), format_ != "gguf", elsewhere),
+        ((TRANSFORMERS, "vLLM"), facts.beside and format_ != "gguf", _BESIDE),
     ]
 
 

@@ -39,8 +39,7 @@ def open_config(path_or_id: Path | str, *, trust_remote_code: bool = False) -> A
     if Path(path_or_id).is_file():  # GGUF
         with explain(path_or_id):
             config = AutoConfig.from_pretrained(Path(path_or_id).parent, gguf_file=Path(path_or_id).name)
-            GgufFile(Path(path_or_id)).complete(config)
-            return config
+            return GgufFile(Path(path_or_id)).complete(config)
     file = Path(path_or_id) / "config.json"
     with explain(file if file.exists() else path_or_id):
         return AutoConfig.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
