@@ -77,6 +77,15 @@ def test_grids_of_other_formats_are_transcribed_exactly(bits, size, sym, name):
     assert torch.equal(by_gguf(kind, blocks), weight.dequantize())
 
 
+@pytest.mark.parametrize(("bits", "name"), [(4, "q4_0"), (8, "q8_0")])
+def test_a_symmetric_group_of_zeros_is_no_obstacle(bits, name):
+    weight = random_weight(bits, 8, 128, 64, sym=True)
+    weight.scale[0, 0] = weight.offset[0, 0] = 0
+    kind, blocks = transcribe(weight)
+    assert kind.name == name
+    assert torch.equal(by_gguf(kind, blocks), weight.dequantize())
+
+
 def test_what_no_block_holds_is_refused():
     for settings, message in (
         ((4, 8, 64, 16), "groups of 16 in 64 columns are not whole blocks of 32"),

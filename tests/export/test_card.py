@@ -1,6 +1,7 @@
 """The model card tells what a reader needs and nothing that was not measured."""
 
 import re
+import time
 
 import pytest
 import torch
@@ -144,6 +145,14 @@ def test_front_matter_that_is_none_says_nothing(material, tmp_path, matter):
     write_card(out, out)
     card = front_matter((out / "README.md").read_text())
     assert not {"license", "language"} & card.keys()
+
+
+def test_front_matter_that_never_ends_takes_no_time(material, tmp_path):
+    out = material().write(tmp_path / "out")
+    (out / "README.md").write_text("---" + "\n" * 60000)
+    begin = time.process_time()
+    write_card(out, out)
+    assert time.process_time() - begin < 1
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoTokenizer
 
 from gptqkit.errors import CheckpointError
 from gptqkit.export.checkpoint import check_written, open_checkpoint, public_name
@@ -51,6 +52,49 @@ def test_config_json_serves_old_and_new_readers(material, tmp_path):
     made.model_config |= {"rope_parameters": yarn, "dtype": "torch.bfloat16"}
     config = json.loads((made.write(tmp_path / "b") / "config.json").read_text())
     assert (config["rope_scaling"], config["torch_dtype"]) == (yarn, "bfloat16")
+
+
+def holds(found, wanted):
+    """Whether nested dicts hold all that others do."""
+    return all(
+        holds(found[key], value) if isinstance(value, dict) else found.get(key) == value
+        for key, value in wanted.items()
+    )
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        {"model_type": "phi", "rope_theta": 2e4, "partial_rotary_factor": 0.4},
+        {"model_type": "gpt_neox", "rotary_emb_base": 50000, "rotary_pct": 0.5},
+        {
+            "model_type": "gemma3_text",
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 2e4,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        {"model_type": "mistral3", "text_config": {"model_type": "mistral", "rope_theta": 1e9}},
+    ],
+    ids=lambda values: values["model_type"],
+)
+def test_settings_of_rope_stand_where_transformers_4_wrote_them(material, tmp_path, values):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    made = material()
+    made.model_config = json.loads(AutoConfig.from_pretrained(tmp_path).to_json_string())
+    assert holds(json.loads((made.write(tmp_path / "out") / "config.json").read_text()), values)
+
+
+def test_transformers_4_knows_the_class_of_a_tokenizer_and_its_special_tokens(material, tmp_path, example_model):
+    own = AutoTokenizer.from_pretrained(example_model, extra_special_tokens=["<tool>"])
+    out = material().write(tmp_path / "out", tokenizer=own)
+    values = json.loads((out / "tokenizer_config.json").read_text())
+    assert values["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert values["additional_special_tokens"] == ["<tool>"]
+    assert "extra_special_tokens" not in values  # where version 4 takes names of tokens, by name
+    again = AutoTokenizer.from_pretrained(out)
+    assert again("once <tool>")["input_ids"] == own("once <tool>")["input_ids"]
+    assert "<tool>" in again.all_special_tokens
 
 
 class Tokenizer:

@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
-from gptqkit.errors import CheckpointError, ConfigError, ConversionError, OutputExistsError
+from gptqkit.errors import ArchitectureError, CheckpointError, ConfigError, ConversionError, OutputExistsError
 from gptqkit.export.checkpoint import open_checkpoint
 from gptqkit.export.convert import convert
+from gptqkit.export.inspect import inspect
 from support.jobs import contents
 from support.weights import same
 
@@ -70,6 +72,47 @@ def test_files_of_other_programs_keep_their_configs_and_card(material, tmp_path,
     assert contents(tmp_path / "out").keys() == contents(source).keys()
     assert (tmp_path / "out" / "README.md").read_text() == "hand-written"
     assert same(*(open_checkpoint(path).weight("model.layers.0.mlp.down_proj") for path in (source, tmp_path / "out")))
+
+
+def foreign(source):
+    """Make a checkpoint one of AutoGPTQ's, which has its config beside config.json only."""
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    (source / "config.json").write_text(json.dumps(config))
+    values = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+    (source / "quantize_config.json").write_text(json.dumps(values))
+    (source / "quantization_report.json").unlink()
+    return source
+
+
+@pytest.mark.parametrize("format", ["awq", "compressed-tensors"])
+def test_formats_that_others_look_for_in_config_json_are_named_there(material, tmp_path, format):
+    source = foreign(material(format="gptq").write(tmp_path / "source"))
+    loads = {reader.name: reader.loads for reader in inspect(source).readers}
+    assert not loads["transformers"]
+    assert not loads["vLLM"]
+    convert(source, tmp_path / "out", format=format)
+    found = AutoConfig.from_pretrained(tmp_path / "out").quantization_config
+    assert found["quant_method"] == format
+    assert inspect(tmp_path / "out").reader("transformers").loads
+
+
+@pytest.mark.parametrize("format", ["awq", "compressed-tensors"])
+def test_how_files_of_others_were_made_is_not_invented(material, tmp_path, format):
+    convert(foreign(material(format="gptq").write(tmp_path / "source")), tmp_path / "out", format=format)
+    convert(tmp_path / "out", tmp_path / "back", format="gptq_v2")
+    for folder in ("out", "back"):
+        values = open_checkpoint(tmp_path / folder).quantization_config
+        assert "gptqkit" not in values["meta"]
+        assert not {"damp_percent", "true_sequential", "static_groups"} & values.keys()
+
+
+def test_what_gguf_cannot_be_is_refused_before_anything_is_written(material, tmp_path, monkeypatch):
+    made = material()
+    made.model_config["model_type"] = "olmo2"
+    monkeypatch.setattr("gptqkit.export.convert.staged", None)
+    with pytest.raises(ArchitectureError, match="models of the type 'olmo2' are not written as GGUF here"):
+        convert(made.write(tmp_path / "source"), tmp_path / "out", format="gguf")
 
 
 def test_settings_of_another_version_of_gptqkit_are_kept(material, tmp_path):

@@ -1,18 +1,20 @@
 """GGUF files as other programs read them: the `gguf` package, and transformers with `gguf_file`."""
 
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFWriter
 
 import gptqkit
+from gptqkit.architecture import open_config
 from gptqkit.errors import ArchitectureError, CheckpointError, ConfigError, ConversionError
 from support.gguf_files import NARROW, QWEN2, VOCAB, build, save, sentence_pieces, tensors, tokenizer, tokens
-from support.pipeline import quantize
+from support.pipeline import assert_close, quantize
 
 
 def field(file, key):
@@ -93,6 +95,86 @@ def test_architectures(tmp_path, kind):
         if kind not in ("Llama", "Mixtral", "Phi3"):
             theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf")
             assert torch.allclose(theirs(ids).logits, found, rtol=0, atol=1e-5 * float(found.abs().max()))
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5000.0}
+ROUTED = {"num_experts_per_tok": 3}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 0.5}
+HEADS = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("Llama", {"rope_parameters": {**LLAMA3, "rope_theta": 1e4, "original_max_position_embeddings": 32}}),
+        ("Llama", {"rope_parameters": LINEAR}),
+        ("Qwen2", {"rope_parameters": YARN}),
+        ("Qwen3", {"head_dim": 32}),
+        ("Qwen3Moe", {"head_dim": 32, **ROUTED, "num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}),
+        ("Mixtral", {**ROUTED, "num_local_experts": 4}),
+        ("Gemma2", {**HEADS, **CAPS}),
+        ("Gemma3Text", {**HEADS, "num_hidden_layers": 6, "rope_parameters": {"full_attention": LINEAR}}),
+    ],
+    ids=["llama3", "linear", "yarn", "Qwen3", "Qwen3Moe", "Mixtral", "Gemma2", "Gemma3"],
+)
+def test_the_file_alone_computes_what_the_folder_does(tmp_path, kind, settings):
+    save(build(kind, **{**NARROW, **settings}), tmp_path / "float")
+    out = tmp_path / "out"
+    quantize(tmp_path / "float", out, tokens(2, 16), type="Q8_0", method="rtn", group_size=128, sym=True)
+    ids = tokens(1, 60).input_ids
+    folder, alone = (gptqkit.load(path, device="cpu", dtype="float32")[0] for path in (out, out / "model.gguf"))
+    with torch.no_grad():
+        assert_close(alone(ids).logits, folder(ids).logits)
+
+
+@pytest.mark.parametrize(("name", "blocks", "width", "scalar"), [("gemma2", 46, 4608, 144), ("gemma3", 62, 5376, 168)])
+def test_queries_of_the_largest_gemmas_are_scaled_as_their_configs_say(tmp_path, name, blocks, width, scalar):
+    writer = GGUFWriter(tmp_path / "model.gguf", name)
+    writer.add_block_count(blocks)
+    writer.add_embedding_length(width)
+    writer.add_head_count(32)
+    writer.add_key_length(128)
+    for block in range(blocks):
+        writer.add_tensor(f"blk.{block}.attn_norm.weight", np.zeros(8, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert open_config(tmp_path / "model.gguf").query_pre_attn_scalar == scalar
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
+def test_routers_and_vectors_are_in_float32(tmp_path, kind):
+    save(build(kind, **{**NARROW, **MODELS[kind]}).bfloat16(), tmp_path / "float")
+    quantize(tmp_path / "float", tmp_path / "out", tokens(2, 16), type="Q8_0", method="rtn", group_size=128, sym=True)
+    types = {name: kind for name, (_, kind) in tensors(tmp_path / "out" / "model.gguf").items()}
+    assert types["blk.0.ffn_gate_inp.weight"] == types["blk.0.attn_norm.weight"] == "F32"
+
+
+def test_a_quantized_output_layer_is_none_that_the_embedding_stands_for(tmp_path):
+    save(build(num_hidden_layers=1), tmp_path / "float")
+    types = []
+    for head in (False, True):
+        out = tmp_path / str(head)
+        quantize(tmp_path / "float", out, type="Q4_K_M", method="rtn", group_size=128, sym=True, lm_head=head)
+        types.append({name: kind for name, (_, kind) in tensors(out / "model.gguf").items()})
+    assert types[0] == types[1]
+    assert (types[1]["token_embd.weight"], types[1]["output.weight"]) == ("Q4_K", "Q6_K")
+
+
+def test_inspect_decodes_nothing_and_names_the_writer(tmp_path, monkeypatch):
+    model = build(**{**NARROW, "num_hidden_layers": 1})
+    save(model, tmp_path / "float")
+    out = tmp_path / "out"
+    quantize(tmp_path / "float", out, tokens(2), type="Q8_0", method="rtn", group_size=128, sym=True)
+    for file in (out / "config.json", out / "quantize_config.json"):
+        file.write_text(re.sub('"gptqkit:.*"', '"gptqkit:0.0.1"', file.read_text()))
+    monkeypatch.setattr("gptqkit.export.gguf_file.decode", None)
+    summary = gptqkit.inspect(out)
+    assert summary.other_parameters == sum(each.numel() for each in model.parameters()) - summary.quantized_weights
+    assert summary.writer == "gptqkit:0.0.1"
 
 
 def test_conversion_is_exact_and_goes_back(tmp_path):

@@ -1,8 +1,10 @@
 """A directory appears complete or not at all, and never in the place of something precious."""
 
+import json
 import os
 import shutil
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,13 @@ def test_what_is_no_quantized_model_is_never_overwritten(tmp_path, name):
         with pytest.raises(OutputExistsError, match="something else than a quantized model"):
             write(target, overwrite=True)
     assert [path.name for path in (tmp_path / "precious").iterdir()] == [name]
+
+
+@pytest.mark.parametrize("method", ["fp8", "fbgemm_fp8", "mxfp4", "gptq"])
+def test_sources_in_fp8_and_mxfp4_count_as_float_models(tmp_path, method):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
+    with nullcontext() if method == "gptq" else pytest.raises(OutputExistsError, match="something else than a quant"):
+        check_target(tmp_path, overwrite=True)
 
 
 @pytest.mark.parametrize("existing", [True, False])

@@ -164,6 +164,7 @@ CONFIG_DAMAGE = [
     ("compressed-tensors", grid(group_size=None), "strategy 'group' with group_size None"),
     ("compressed-tensors", grid(group_size="32"), "group_size is '32'"),
     ("compressed-tensors", grid(num_bits=6), "bits is 6"),
+    ("compressed-tensors", grid(num_bits=None), "num_bits of its weights is null"),
     ("compressed-tensors", grid(num_bits=8), "has shape"),
     ("compressed-tensors", grid(symmetric="yes"), "symmetric is 'yes'"),
     ("compressed-tensors", grid(symmetric=True), "says symmetric"),

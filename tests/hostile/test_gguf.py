@@ -78,7 +78,7 @@ def test_what_is_whole_opens(write, content):
         (made([ARCHITECTURE], [("x", (1 << 40, 1 << 40), 0, 0)], data=bytes(64)), "damaged"),
         (made([ARCHITECTURE], [("x", (0, 8), 0, 0)], data=bytes(64)), "damaged"),
         (made([ARCHITECTURE], [("x", (33, 8), 2, 0)], data=bytes(640)), "33 are no whole blocks of 32"),
-        (made([ARCHITECTURE], [("x", (256, 8), 23, 0)], data=bytes(9000)), "type 23, which is not read here"),
+        (made([ARCHITECTURE], [("x", (256, 8), 23, 0)], data=bytes(9000)), "holds a tensor of ggml's type 23; q4_0,"),
         (made([ARCHITECTURE], [("x", (8,) * 9, 0, 0)], data=bytes(64)), "one of 9 dimensions"),
         (made([ARCHITECTURE], [("x", (8,), 0, 1 << 50)], data=bytes(64)), "damaged"),
         (made([ARCHITECTURE], [("x", (8,), 0, 4)], data=bytes(64)), "damaged"),
@@ -88,6 +88,7 @@ def test_what_is_whole_opens(write, content):
         (made([ARCHITECTURE, BLOCKS], [("secret.weight", (8,), 0, 0)], data=bytes(32)), "not known to have"),
         (made([ARCHITECTURE, BLOCKS], [("output_norm.weight", (4, 2), 0, 0)], data=bytes(32)), "2 dimensions"),
         (made([ARCHITECTURE], [NORM], data=bytes(32)), "speaks of None blocks and holds 0"),
+        (made([("split.count", 2, struct.pack("<H", 3))]), "one of 3 parts; join them with llama-gguf-split --merge"),
         (
             made([ARCHITECTURE, ("llama.block_count", 4, struct.pack("<I", 1 << 31))], [NORM], data=bytes(32)),
             "speaks of 2147483648 blocks and holds 0",

@@ -116,6 +116,13 @@ def test_configs_that_cannot_be(checkpoint, config):
         gptqkit.load(checkpoint)
 
 
+@pytest.mark.parametrize("names", [-1, [5]])
+def test_architectures_that_are_no_names_are_named(checkpoint, names):
+    change(checkpoint, architectures=names)
+    with pytest.raises(CheckpointError, match=r"config\.json: architectures must be a list of names"):
+        gptqkit.inspect(checkpoint)
+
+
 def test_quantized_tensors_where_no_linear_is_and_notes_of_a_wrong_type(checkpoint):
     held = load_file(checkpoint / "model.safetensors")
     layer = "model.layers.0.mlp.up_proj"
