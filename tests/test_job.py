@@ -283,6 +283,21 @@ def test_two_processes_are_not_at_work_on_one_job(job_models, undisturbed, tmp_p
     assert contents(out) == undisturbed("gptq")[1]
 
 
+def test_bits_are_chosen_once(job_models, tmp_path):
+    """A resumed job keeps its choice, unless other overrides are asked for: then it is another job."""
+    steps, settings = [], {"target_bits": 3.6}
+    whole = quantize(job_models, "gptq", tmp_path / "whole", settings=settings)
+    out = tmp_path / "out"
+    with pytest.raises(Stop):
+        quantize(job_models, "gptq", out, settings=settings, progress=at(10, stop))
+    with pytest.raises(ResumeError, match=r"asked"):
+        quantize(job_models, "gptq", out, settings={**settings, "overrides": {"o_proj": {"bits": 8}}}, resume=True)
+    quantize(job_models, "gptq", out, settings=settings, resume=True, progress=steps.append)
+    assert {step.stage for step in steps if step.layer is not None} == {"quantize"}
+    assert whole.report.config.overrides
+    assert contents(out) == contents(tmp_path / "whole")
+
+
 def test_a_finished_job_is_not_resumed_but_reported(job_models, undisturbed, tmp_path, caplog):
     out, steps = tmp_path / "out", []
     first = quantize(job_models, "gptq", out).report.to_dict()

@@ -34,7 +34,7 @@ from .export.shards import read_json, some
 from .export.staging import check_target
 from .hub import push
 from .identity import check_agreement, differences, identity_of
-from .job import Job, work_path
+from .job import Job, chosen_before, work_path
 from .loading import choose_device, load_tokenizer, open_tokenizer
 from .memory import estimate
 from .model import FloatModel
@@ -137,10 +137,16 @@ def quantize(
             text = None if evaluate_on is None else _text(source, evaluate_on, tokenizer, length)
             _check_predicts(source, config)
         run = _planned(source, config, samples, run, processes, work_path(out))
-        if config.chooses_bits and samples is not None:
-            with _explained_memory():
-                config = with_chosen_bits(source, samples, config, processes, run, progress)
         identity = identity_of(source, config, samples, run.batch_size, processes.device)
+        if config.chooses_bits and samples is not None:
+            identity["asked"] = identity["config"]["overrides"]
+            chosen = processes.gather(chosen_before(out, identity) if run.resume else None)[0]
+            if chosen is None:
+                with _explained_memory():
+                    config = with_chosen_bits(source, samples, config, processes, run, progress)
+            else:
+                config = QuantizeConfig.from_dict(chosen)
+            identity["config"] = config.to_dict()
         check_agreement(processes, identity)
         with Job(out, identity, processes, resume=run.resume, overwrite=run.overwrite) as job:
             job.check_shared()

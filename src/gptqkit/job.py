@@ -58,6 +58,21 @@ _OWN = re.compile(  # the files of a job
 )
 
 
+def chosen_before(out: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the settings that an unfinished job for `out` has chosen bits for, where it is the same job.
+
+    Args:
+        out: The target.
+        identity: Of the job with settings as they were asked for; "asked" holds their overrides.
+    """
+    try:
+        begun = read_json(work_path(out) / "job.json")["job"]
+    except (CheckpointError, KeyError):
+        return None
+    asked = {**begun, "config": {**begun["config"], "overrides": begun.get("asked")}}
+    return None if differences(asked, json.loads(json.dumps(identity))) else begun["config"]
+
+
 class Job:
     """A work directory, made or taken up where an earlier process left it; a context that keeps or discards it.
 
