@@ -132,6 +132,9 @@ class GgufFile:
             config.query_pre_attn_scalar = width if largest else config.head_dim
         rope = config.rope_parameters.get("full_attention", config.rope_parameters)  # gemma3
         rope.update(self._rope(config.max_position_embeddings))
+        rotated, size = get(f"{name}.rope.dimension_count"), get(f"{name}.attention.key_length")
+        if rotated and size and rotated != size:  # phi3
+            rope["partial_rotary_factor"] = rotated / size
         return config
 
     def _rope(self, positions: int) -> dict[str, Any]:

@@ -100,6 +100,7 @@ def test_architectures(tmp_path, kind):
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5000.0}
+HALF = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}
 ROUTED = {"num_experts_per_tok": 3}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 0.5}
 HEADS = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
@@ -114,10 +115,11 @@ HEADS = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
         ("Qwen3", {"head_dim": 32}),
         ("Qwen3Moe", {"head_dim": 32, **ROUTED, "num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}),
         ("Mixtral", {**ROUTED, "num_local_experts": 4}),
+        pytest.param("Phi3", {"pad_token_id": 0, "vocab_size": 32064, "rope_parameters": HALF}, marks=pytest.mark.slow),
         ("Gemma2", {**HEADS, **CAPS}),
         ("Gemma3Text", {**HEADS, "num_hidden_layers": 6, "rope_parameters": {"full_attention": LINEAR}}),
     ],
-    ids=["llama3", "linear", "yarn", "Qwen3", "Qwen3Moe", "Mixtral", "Gemma2", "Gemma3"],
+    ids=["llama3", "linear", "yarn", "Qwen3", "Qwen3Moe", "Mixtral", "Phi3", "Gemma2", "Gemma3"],
 )
 def test_the_file_alone_computes_what_the_folder_does(tmp_path, kind, settings):
     save(build(kind, **{**NARROW, **settings}), tmp_path / "float")
