@@ -42,7 +42,7 @@ from .page import report_png
 from .pipeline import Pipeline
 from .progress import ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
-from .quantizer.methods import needs_calibration
+from .quantizer.methods import find_method, needs_calibration
 from .report import QuantizationReport
 from .run import Run
 from .sensitivity import with_chosen_bits
@@ -180,10 +180,10 @@ def _pushed(out: Path, run: Run, processes: Processes) -> str | None:
 
 def _calibration(given: Any, config: QuantizeConfig) -> Calibration | None:
     if given is None and needs_calibration(config):
-        raise CalibrationError(
-            "these settings need calibration text; only method 'rtn' does not, without learning, tuning or choice "
-            "of bits"
-        )
+        who = f"method {config.method!r} needs"
+        if not find_method(config.method).needs:
+            who = "learning, tuning and the choice of bits need"
+        raise CalibrationError(f"{who} calibration text; only method 'rtn' by itself does not")
     return None if given is None else calibration_of(given)
 
 
