@@ -17,6 +17,7 @@ from gptqkit import load
 from gptqkit.calibration.samples import Samples
 from gptqkit.display import quantization_summary
 from gptqkit.errors import DoesNotFitError
+from gptqkit.quantizer.learned import LearnedWeight
 from support.jobs import contents, processes
 from support.jobs import quantize as quantize_case
 from support.models import GROUPED, build, overflowing, samples
@@ -123,17 +124,19 @@ def test_gradients_in_bfloat16_teach_as_much_and_blocks_that_cannot_do_without(t
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_block_that_cannot_learn_for_want_of_memory_keeps_what_was_solved(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("where", ["forward", "__init__", "descend", "stored"])
+def test_a_block_that_cannot_learn_for_want_of_memory_keeps_what_was_solved(tmp_path, monkeypatch, caplog, where):
     model = build("llama")
     quantize(model, tmp_path / "plain", samples(16), bits=2, method="gptaq", grid="minmax")
-    forward = type(model.model.layers[0]).forward
+    owner = type(model.model.layers[0]) if where == "forward" else LearnedWeight
+    run = getattr(owner, where)
 
-    def too_large(self, hidden_states, *arguments, **named):
-        if torch.is_grad_enabled():
+    def too_large(*arguments, **named):
+        if where != "forward" or torch.is_grad_enabled():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
-        return forward(self, hidden_states, *arguments, **named)
+        return run(*arguments, **named)
 
-    monkeypatch.setattr(type(model.model.layers[0]), "forward", too_large)
+    monkeypatch.setattr(owner, where, too_large)
     settings = {"bits": 2, "method": "gptaq", "grid": "minmax", "learn_iterations": 3}
     report = quantize(model, tmp_path / "out", samples(16), **settings).report
     assert not report.blocks
@@ -221,6 +224,17 @@ def test_tuned_scales_predict_more_like_the_float_model(tmp_path, name, format_)
         assert torch.equal(weight.codes, after[layer].codes)
         assert torch.equal(weight.zero_point(), after[layer].zero_point())
     assert any(not torch.equal(weight.scale, after[layer].scale) for layer, weight in before.items())
+
+
+def test_samples_left_out_are_not_tuned_on(tmp_path):
+    """Here the first one, in a batch of its own, the last ones, and one of the two that are kept aside, 14 and 15."""
+    model, ids = overflowing("qwen2"), samples(18).input_ids.clamp_(max=94)
+    ids[[0, 14, 16, 17], 2] = 95
+    settings = {"bits": 2, "method": "gptq", "skip_nonfinite": True, "tune_epochs": 1, "run": {"batch_size": 1}}
+    report = quantize(model, tmp_path / "out", Samples(ids), **settings).report
+    assert report.excluded_samples == 4
+    assert report.tuning.divergence < report.tuning.divergence_before
+    assert divergence(tmp_path / "out", model, ids[15:16]) == pytest.approx(report.tuning.divergence, rel=1e-3)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from gptqkit.memory import available_ram
 from gptqkit.units import size_text
 from support import gguf_files
 from support.jobs import processes
-from support.models import build
+from support.models import build, samples
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 512}
@@ -141,6 +141,23 @@ def test_four_times_the_blocks_take_no_more_memory(dtype, place, tmp_path):
         peaks[blocks] = measured(tmp_path / str(blocks), llama(dtype, blocks=blocks), *job)["found"]["RAM"]
     block = 4 * 256 * (4 * 256 + 3 * 768)
     assert peaks[16] < peaks[4] + block
+
+
+def test_hidden_states_that_nothing_resumes_from_do_not_pile_up_on_disk(tmp_path, monkeypatch):
+    """While bits are chosen, and sums for an importance matrix made."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    model, counts = build("llama", num_hidden_layers=4), {"choose bits": [], "imatrix": []}
+
+    def look(step):
+        if step.stage in counts:
+            counts[step.stage].append(len([*tmp_path.rglob("hidden-*.bin")]))
+
+    run, calibration = {"device": "cpu", "activations": "disk"}, gptqkit.Calibration(samples().input_ids)
+    config = {"method": "rtn", "group_size": 32, "target_bits": 5.0}
+    gptqkit.quantize(model, calibration, tmp_path / "out", config, run=run, progress=look)
+    gptqkit.imatrix(model, calibration, tmp_path / "imatrix.gguf", run=run, progress=look)
+    assert [len(each) for each in counts.values()] == [4, 28]
+    assert all(set(each) <= {1, 2} for each in counts.values())
 
 
 @pytest.mark.parametrize(

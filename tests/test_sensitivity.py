@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from gptqkit import QuantizeConfig, inspect, load
-from gptqkit.errors import ConfigError, DoesNotFitError
-from support.models import build, samples
+from gptqkit.calibration.samples import Samples
+from gptqkit.errors import ConfigError, DoesNotFitError, NonFiniteError
+from support.models import build, overflowing, samples
 from support.pipeline import outputs, quantize, weights
 
 
@@ -129,6 +130,25 @@ def test_what_cannot_be_chosen(tmp_path):
         quantize(build("qwen2"), tmp_path / "out", samples(8), target_size=1 << 30)
     with pytest.raises(ConfigError, match="one setting"):
         quantize(build("qwen2"), tmp_path / "out", bits=4, format="awq", target_bits=3.5)
+
+
+def test_it_does_not_matter_where_a_sample_is_left_out(tmp_path):
+    model, chosen = overflowing("qwen2"), []
+    settings = {"bits": 3, "method": "rtn", "target_bits": 4.2, "skip_nonfinite": True}
+    for bad in (7, 0, 2):  # the last, and among those on which a block shows what errors do to its output
+        ids = samples(7).input_ids.clamp_(max=94)
+        ids = torch.cat([ids[:bad], ids.new_full((1, 24), 95), ids[bad:]])
+        report = quantize(model, tmp_path / str(bad), Samples(ids), **settings).report
+        chosen.append({module.name: module.bits for module in report.modules})
+    assert len(set(chosen[0].values())) > 1
+    assert chosen[0] == chosen[1] == chosen[2]
+
+
+def test_what_cannot_be_solved_meanwhile_is_named(tmp_path):
+    model = build("qwen2")
+    model.model.layers[1].post_attention_layernorm.weight.data[0] = 1e25  # the square is no float32
+    with pytest.raises(NonFiniteError, match=r"^model\.layers\.1\.mlp\.gate_proj: "):
+        quantize(model, tmp_path / "out", target_bits=3.5)
 
 
 def test_memory_that_runs_out_meanwhile_is_explained(tmp_path, monkeypatch):

@@ -88,6 +88,20 @@ def test_the_solver_on_the_kernel_finds_the_same(fused, monkeypatch, order, bits
     assert on_kernel.loss == pytest.approx(in_torch.loss, rel=1e-3)
 
 
+def test_rows_too_long_for_one_call_of_the_kernel_are_swept_in_several(fused, monkeypatch):
+    weight, inputs = correlated(24, 400, 1600)
+    hessian, cross = moments(inputs), 0.05 * correlated(400, 400, 1, seed=2)[0]
+    settings = {"bits": 3, "sym": False, "group_size": None, "grid": "sim", "method": "gptaq", "refine_rounds": 0}
+    on_kernel = solve_gptaq(weight, hessian, cross, QuantizeConfig(**settings)).weight
+    assert len(fused) % 2 == 0
+    assert len(fused) > 4  # on the first 384 columns and the others, on every grid that is tried
+    monkeypatch.setattr(solver, "sweep_library", lambda _: None)
+    in_torch = solve_gptaq(weight, hessian, cross, QuantizeConfig(**settings)).weight
+    assert (on_kernel.codes != in_torch.codes).float().mean() < 0.01
+    losses = [loss(weight, each.dequantize(), damped(hessian)) for each in (on_kernel, in_torch)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("bits", "sym", "group_size"), [(2, False, 16), (4, True, 96), (3, False, 48)])
 def test_refinement_on_the_kernel_finds_the_same(fused, monkeypatch, order, bits, sym, group_size):

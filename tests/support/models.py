@@ -89,7 +89,13 @@ def llava():
     )
 
 
-OTHERS = {"llava": llava, "bert": lambda: transformers.BertConfig(**SIZE, intermediate_size=96)}
+OTHERS = {
+    "llava": llava,
+    "bert": lambda: transformers.BertConfig(**SIZE, intermediate_size=96),
+    "mamba": lambda: transformers.MambaConfig(
+        vocab_size=96, hidden_size=64, num_hidden_layers=2, state_size=16, time_step_rank=32
+    ),
+}
 START = {"decoder_start_token_id": 0}
 
 
