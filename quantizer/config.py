@@ -187,13 +187,7 @@ class QuantizeConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give 0 for none, or such as {usual}")
         if self.refine_rounds and self.method == "rtn":
             raise ConfigError("refine_rounds needs the Hessian, which rtn does without; leave it out, or choose gptq")
-        if self.target_bits is not None and not 2 < self.target_bits < 16:
-            raise ConfigError(f"target_bits is {self.target_bits}; give an average between 2 and 16, such as 3.25")
-        choices = [name for name in ("target_bits", "target_size") if getattr(self, name) is not None]
-        if choices and self.type is not None:
-            raise ConfigError(f"{choices[0]} and gguf's types both choose bits; leave one out")
-        if len(choices) > 1:
-            raise ConfigError("target_bits and target_size both choose bits; leave one out")
+        self._check_choice()
         if self.tune_epochs and self.type is not None:
             raise ConfigError(f"tune_epochs is {self.tune_epochs}, but scales of GGUF's blocks are not tuned; give 0")
         if self.block_size < 1:
@@ -207,6 +201,15 @@ class QuantizeConfig:
                 re.compile(pattern)
             except re.error as error:
                 raise ConfigError(f"override pattern {pattern!r} is not a regular expression: {error}") from error
+
+    def _check_choice(self) -> None:
+        if self.target_bits is not None and not 2 < self.target_bits < 16:
+            raise ConfigError(f"target_bits is {self.target_bits}; give an average between 2 and 16, such as 3.25")
+        choices = [name for name in ("target_bits", "target_size") if getattr(self, name) is not None]
+        if choices and self.type is not None:
+            raise ConfigError(f"{choices[0]} and gguf's types both choose bits; leave one out")
+        if len(choices) > 1:
+            raise ConfigError("target_bits and target_size both choose bits; leave one out")
 
     @property
     def chooses_bits(self) -> bool:

@@ -118,10 +118,8 @@ def quantize(
         if run.resume and not run.overwrite:
             with processes.together():
                 done = _finished(out, config, name, 0 if calibration is None else calibration.seed)
-            done = processes.gather(done)[0]
-            if done is not None:
-                if evaluate_on is not None and processes.rank == 0:
-                    _warn_unmeasured(done, out, public_name(evaluate_on))
+            if (done := processes.gather(done)[0]) is not None:
+                _warn_unmeasured(done, out, evaluate_on)
                 return QuantizeResult(done, out, _pushed(out, run, processes))
         with processes.together():
             if not (run.resume and work_path(out).exists()):
@@ -140,12 +138,9 @@ def quantize(
         identity = identity_of(source, config, samples, run.batch_size, processes.device)
         if config.chooses_bits and samples is not None:
             identity["asked"] = identity["config"]["overrides"]
-            chosen = processes.gather(chosen_before(out, identity) if run.resume else None)[0]
-            if chosen is None:
-                with _explained_memory():
-                    config = with_chosen_bits(source, samples, config, processes, run, progress)
-            else:
-                config = QuantizeConfig.from_dict(chosen)
+            before = processes.gather(chosen_before(out, identity) if run.resume else None)[0]
+            with _explained_memory():
+                config = before or with_chosen_bits(source, samples, config, processes, run, progress)
             identity["config"] = config.to_dict()
         check_agreement(processes, identity)
         with Job(out, identity, processes, resume=run.resume, overwrite=run.overwrite) as job:
@@ -161,12 +156,17 @@ def quantize(
                         how = Evaluation(sequence_length=length, device=str(processes.device))
                         scores = evaluate(staged, text, how, progress=progress).to_dict()
                         report = replace(report, perplexity=[{"dataset": public_name(evaluate_on), **scores}])
-                    write_report(staged, report.to_dict())
-                    if any(row.layer is not None and row.error is not None for row in report.modules):
-                        (staged / HEAT_MAP).write_bytes(report_png(staged))
-                    write_card(staged, source.path)
+                    _describe(staged, report, source)
                     job.publish(staged)
         return QuantizeResult(processes.gather(report)[0], out, _pushed(out, run, processes))
+
+
+def _describe(checkpoint: Path, report: QuantizationReport, source: FloatModel) -> None:
+    """Write report, heat map and model card."""
+    write_report(checkpoint, report.to_dict())
+    if any(row.layer is not None and row.error is not None for row in report.modules):
+        (checkpoint / HEAT_MAP).write_bytes(report_png(checkpoint))
+    write_card(checkpoint, source.path)
 
 
 def _pushed(out: Path, run: Run, processes: Processes) -> str | None:
@@ -288,10 +288,11 @@ def _finished(out: Path, config: QuantizeConfig, name: str, seed: int) -> Quanti
     return report
 
 
-def _warn_unmeasured(report: QuantizationReport, out: Path, dataset: str) -> None:
-    """Say that a finished checkpoint is not measured any more, where it was not on that text."""
-    if all(row.get("dataset") != dataset for row in report.perplexity):
-        _LOG.warning("%s is not measured on %s, being finished; use gptqkit evaluate", out, dataset)
+def _warn_unmeasured(report: QuantizationReport, out: Path, text: Any) -> None:
+    """Say that a finished checkpoint is not measured any more, where it was not on a text that is asked for."""
+    measured = [row.get("dataset") for row in report.perplexity]
+    if text is not None and public_name(text) not in measured:
+        _LOG.warning("%s is not measured on %s, being finished; use gptqkit evaluate", out, public_name(text))
 
 
 @contextmanager

@@ -44,6 +44,7 @@ from .export.checkpoint import Checkpoint
 from .export.shards import digest, read_json, some
 from .export.staging import check_target, remove_leftovers, replace_directory, sync_directory
 from .identity import differences, versions
+from .quantizer.config import QuantizeConfig
 from .report import ModuleReport
 
 _LOG = logging.getLogger("gptqkit")
@@ -58,7 +59,7 @@ _OWN = re.compile(  # the files of a job
 )
 
 
-def chosen_before(out: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+def chosen_before(out: Path, identity: Mapping[str, Any]) -> QuantizeConfig | None:
     """Return the settings that an unfinished job for `out` has chosen bits for, where it is the same job.
 
     Args:
@@ -70,7 +71,8 @@ def chosen_before(out: Path, identity: Mapping[str, Any]) -> dict[str, Any] | No
     except (CheckpointError, KeyError):
         return None
     asked = {**begun, "config": {**begun["config"], "overrides": begun.get("asked")}}
-    return None if differences(asked, json.loads(json.dumps(identity))) else begun["config"]
+    same = not differences(asked, json.loads(json.dumps(identity)))
+    return QuantizeConfig.from_dict(begun["config"]) if same else None
 
 
 class Job:
