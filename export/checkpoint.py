@@ -239,7 +239,7 @@ def _public_config(model_config: Mapping[str, Any]) -> dict[str, Any]:
         key: _public_config(inner) for key, inner in values.items() if isinstance(inner, dict) and "model_type" in inner
     }
     rope = values.get("rope_parameters") or {}
-    if "sliding_attention" in rope:  # gemma3
+    if "sliding_attention" in rope and str(values.get("model_type")).startswith("gemma3"):
         values.setdefault("rope_local_base_freq", rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
     if "rope_theta" in rope:
