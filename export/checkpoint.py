@@ -249,7 +249,7 @@ def _public_config(model_config: Mapping[str, Any]) -> dict[str, Any]:
                 values.setdefault(old, rope[names.get(old, old)])
         if rope.get("rope_type", "default") != "default":
             values.setdefault("rope_scaling", rope)
-    if "dtype" in values:
+    if values.get("dtype") is not None:
         values["dtype"] = str(values["dtype"]).removeprefix("torch.")
         values["torch_dtype"] = values["dtype"]
     return values

@@ -85,6 +85,13 @@ def test_settings_of_rope_stand_where_transformers_4_wrote_them(material, tmp_pa
     assert holds(json.loads((made.write(tmp_path / "out") / "config.json").read_text()), values)
 
 
+def test_a_part_without_a_dtype_gets_none(material, tmp_path):
+    made = material()
+    made.model_config = {"model_type": "t5gemma2", "dtype": "bfloat16", "encoder": {"model_type": "t", "dtype": None}}
+    values = json.loads((made.write(tmp_path / "out") / "config.json").read_text())
+    assert (values["torch_dtype"], values["encoder"]) == ("bfloat16", {"model_type": "t", "dtype": None})
+
+
 def test_transformers_4_knows_the_class_of_a_tokenizer_and_its_special_tokens(material, tmp_path, example_model):
     own = AutoTokenizer.from_pretrained(example_model, extra_special_tokens=["<tool>"])
     out = material().write(tmp_path / "out", tokenizer=own)
