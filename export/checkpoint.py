@@ -238,11 +238,13 @@ def _public_config(model_config: Mapping[str, Any]) -> dict[str, Any]:
     values |= {
         key: _public_config(inner) for key, inner in values.items() if isinstance(inner, dict) and "model_type" in inner
     }
-    rope = values.get("rope_parameters") or {}
-    if "sliding_attention" in rope and str(values.get("model_type")).startswith("gemma3"):
-        values.setdefault("rope_local_base_freq", rope["sliding_attention"]["rope_theta"])
-        rope = rope["full_attention"]
-    if "rope_theta" in rope:
+    rope = values.get("rope_parameters")
+    if isinstance(rope, dict) and str(values.get("model_type")).startswith("gemma3"):
+        local = rope.get("sliding_attention")
+        if isinstance(local, dict) and "rope_theta" in local:
+            values.setdefault("rope_local_base_freq", local["rope_theta"])
+        rope = rope.get("full_attention", rope)
+    if isinstance(rope, dict) and "rope_theta" in rope:
         names = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}  # of GPT-NeoX
         for old in ("rope_theta", "partial_rotary_factor", *(names if values.get("model_type") == "gpt_neox" else ())):
             if names.get(old, old) in rope:

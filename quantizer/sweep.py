@@ -133,22 +133,15 @@ class ColumnSweep:
                 block[rest].addmm_(shift[part, rest].T, block[part])
         return scaled
 
-    def _sweep_segment_fused(
-        self,
-        block: Tensor,
-        grids: list[GroupGrid],
-        codes: Tensor,
-        values: Tensor,
-        inverse: Tensor,
-        shift: Tensor | None,
-    ) -> Tensor:
+    def _sweep_segment_fused(self, block: Tensor, grids: list[GroupGrid], *rest: Any) -> Tensor:
+        """Do what `_sweep_segment` does, with the same arguments, in one kernel."""
         number = {grid: place for place, grid in enumerate(dict.fromkeys(grids))}
         scale, zero = (torch.stack([getattr(grid, name) for grid in number]) for name in ("scale", "zero"))
         group = torch.zeros(len(block), dtype=torch.int32, device=block.device)
         if len(number) > 1:
             group.copy_(torch.tensor([number[grid] for grid in grids]))
-        fitted = {"importance": None, "group": group, "scale": scale, "zero": zero}
-        return self._run_kernel(block, codes, values, inverse, shift, **fitted)
+        fitted: dict[str, Any] = {"importance": None, "group": group, "scale": scale, "zero": zero}
+        return self._run_kernel(block, *rest, **fitted)
 
     def _sweep_block_fused(
         self, block: Tensor, start: int, inverse: Tensor, shift: Tensor | None, importance: Tensor
@@ -268,6 +261,7 @@ class ColumnSweep:
 def _sweep_segment(
     block: Tensor, grids: list[GroupGrid], codes: Tensor, values: Tensor, inverse: Tensor, shift: Tensor | None
 ) -> Tensor:
+    """Do what `_sweep_columns` does, column by column."""
     scaled = torch.empty_like(block)
     for i, grid in enumerate(grids):
         _round(grid, block[i], codes[i], values[i])
