@@ -67,6 +67,8 @@ class GgufFile:
         if blocks != set(range(len(blocks))) or count != len(blocks):
             raise CheckpointError(f"{file} speaks of {count} blocks and holds {len(blocks)}; fetch it again")
         shape, number, start = header.tensors.get("rope_freqs.weight", ((), -1, 0))
+        if number > 0:
+            raise CheckpointError(f"{file}: rope_freqs.weight is of GGML type {number}; llama.cpp writes F32, type 0")
         self._factors = (start, number, shape) if number == 0 else None
         self._tensors: dict[str, tuple[int, int, tuple[int, ...], int | None]] = {}
         for name, (shape, number, start) in header.tensors.items():

@@ -229,11 +229,21 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
         values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
     if kind == "yarn":
         values["rope.scaling.original_context_length"] = int(rope["original_max_position_embeddings"])
+        _check_yarn(rope)
     if kind not in ("default", "linear", "yarn", "llama3"):
         raise ArchitectureError(
             f"rotary positions of the type {kind!r} are not written as GGUF here; choose another format"
         )
     return values
+
+
+def _check_yarn(rope: Mapping[str, Any]) -> None:
+    """Refuse settings of YaRN that llama.cpp does not read for these architectures and has otherwise."""
+    fixed = {"beta_fast": 32, "beta_slow": 1, "attention_factor": 0.1 * math.log(rope["factor"]) + 1}
+    for key, value in (fixed | {"truncate": True, "mscale_all_dim": 0}).items():
+        given = value if rope.get(key) is None else rope[key]
+        if not math.isclose(given, value, rel_tol=1e-3):
+            raise ArchitectureError(f"{key} of yarn is {given!r}; llama.cpp takes {value!r}. Choose another format")
 
 
 def _rope_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:

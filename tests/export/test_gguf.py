@@ -280,6 +280,9 @@ def test_models_and_tokenizers_that_are_not_written_are_refused_before_any_work(
     save(build(**NARROW, hidden_act="gelu"), tmp_path / "gelu")
     with pytest.raises(ArchitectureError, match=r"hidden_act is 'gelu'; llama\.cpp runs llama with 'silu' only"):
         quantize(tmp_path / "gelu", tmp_path / "out", tokens(), type="Q4_0", group_size=128, sym=True)
+    save(build(**NARROW, rope_parameters=YARN | {"beta_fast": 16.0}), tmp_path / "yarn")
+    with pytest.raises(ArchitectureError, match=r"beta_fast of yarn is 16\.0; llama\.cpp takes 32"):
+        quantize(tmp_path / "yarn", tmp_path / "out", tokens(), type="Q4_0", group_size=128, sym=True)
     save(build(**NARROW), tmp_path / "words", r"\w+")
     with pytest.raises(ConversionError, match=r"BPE with the pre-tokenizer Split\+ByteLevel.* is not written as GGUF"):
         quantize(tmp_path / "words", tmp_path / "out", tokens(), type="Q4_0", group_size=128, sym=True)
