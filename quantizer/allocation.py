@@ -46,7 +46,7 @@ def allocate_bits(parts: Mapping[str, Sequence[Candidate]], budget: float) -> di
         least = budget - left
         raise ConfigError(f"the smallest choices take {least:.0f} bits, more than the budget of {budget:.0f}; raise it")
     steps = [
-        ((low.loss - high.loss) / (high.size - low.size), name, high, high.size - low.size)
+        (_gain(low, high), name, high, high.size - low.size)
         for name, hull in hulls.items()
         for low, high in itertools.pairwise(hull)
     ]
