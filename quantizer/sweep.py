@@ -95,17 +95,14 @@ class ColumnSweep:
             part, rest = slice(begin, begin + self.span), slice(begin + self.span, None)
             inner = None if shift is None else shift[part, part]
             self._begin_group(start + begin, block[part], inverse[part, part], inner, importance)
-            scaled[part] = self._sweep_group(block[part], start + begin, inverse[part, part], inner)
+            places = slice(start + begin, start + begin + len(block[part]))
+            grids = [self.grids[group] for group in self._group[places]]
+            decided = self.codes[places], self.values[places]
+            scaled[part] = self._sweep_columns(block[part], grids, *decided, inverse[part, part], inner)
             block[rest].addmm_(inverse[part, rest].T, scaled[part], alpha=-1)
             if shift is not None:
                 block[rest].addmm_(shift[part, rest].T, block[part])
         return scaled
-
-    def _sweep_group(self, block: Tensor, start: int, inverse: Tensor, shift: Tensor | None) -> Tensor:
-        """Do the same with columns whose grids are there."""
-        part = slice(start, start + len(block))
-        grids = [self.grids[group] for group in self._group[part]]
-        return self._sweep_columns(block, grids, self.codes[part], self.values[part], inverse, shift)
 
     def _sweep_columns(
         self,
