@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from ..errors import ConfigError
-from ..settings import check_types, settings_of
+from ..settings import check_positive, check_types, settings_of
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,7 @@ class Calibration:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("samples", "sequence_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be positive")
+        check_positive(self, "samples", "sequence_length")
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"seed is {self.seed}; it must lie between 0 and 2^63 - 1")
 

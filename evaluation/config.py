@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..errors import ConfigError
 from ..kernels.backends import BACKENDS
-from ..settings import check_types
+from ..settings import check_positive, check_types
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -51,9 +50,4 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("sequence_length", "stride", "max_windows", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be positive")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        check_positive(self, "sequence_length", "stride", "max_windows", "batch_size")

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..export.formats import FORMATS
 from ..export.recipes import TYPES, grid_settings
-from ..settings import check_types, settings_of
+from ..settings import check_positive, check_types, settings_of
 from .methods import METHODS
 
 BITS = (2, 3, 4, 8)
@@ -157,8 +157,6 @@ class QuantizeConfig:
             object.__setattr__(self, "group_size", None if self.group_size == -1 else self.group_size)
         if self.quality is None:
             object.__setattr__(self, "quality", "balanced" if self.method is None else "fast")
-        if self.quality not in QUALITIES:
-            raise ConfigError(f"quality is {self.quality!r}; choose one of {', '.join(QUALITIES)}")
         for name, value in QUALITIES[self.quality].items():
             if getattr(self, name) is None:
                 if self.method == "rtn" and name in _WITHOUT_MOMENTS:
@@ -166,16 +164,10 @@ class QuantizeConfig:
                 elif name == "tune_epochs" and self.type is not None:  # scales of two levels cannot move freely
                     value = 0
                 object.__setattr__(self, name, value)
-        if self.method not in METHODS:
-            raise ConfigError(f"method is {self.method!r}; choose one of {', '.join(METHODS)}")
-        if self.format not in FORMATS:
-            raise ConfigError(f"format is {self.format!r}; choose one of {', '.join(FORMATS)}")
         if self.desc_act and self.act_group_aware:
             raise ConfigError("desc_act and act_group_aware are two orders of the same columns; choose one")
         if self.act_group_aware is None:
             object.__setattr__(self, "act_group_aware", not self.desc_act)
-        if self.grid not in GRIDS:
-            raise ConfigError(f"grid is {self.grid!r}; choose one of {', '.join(GRIDS)}")
         if self.damp_percent is not None and not 0 < self.damp_percent < 1:
             raise ConfigError(f"damp_percent is {self.damp_percent}; it must lie between 0 and 1 (0.01 is usual)")
         if self.alpha is None:
@@ -190,8 +182,7 @@ class QuantizeConfig:
         self._check_choice()
         if self.tune_epochs and self.type is not None:
             raise ConfigError(f"tune_epochs is {self.tune_epochs}, but scales of GGUF's blocks are not tuned; give 0")
-        if self.block_size < 1:
-            raise ConfigError(f"block_size is {self.block_size}; it must be positive")
+        check_positive(self, "block_size")
         if not isinstance(self.overrides, Mapping):
             raise ConfigError(f"overrides is {self.overrides!r}; give a dictionary of settings by pattern")
         overrides = {pattern: settings_of(ModuleOverride, override) for pattern, override in self.overrides.items()}

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from .errors import ConfigError
-from .settings import check_types
+from .settings import check_positive, check_types
 
 LARGEST_BATCH = 8  # samples per forward pass, unless told otherwise
 PLACES = ("auto", "device", "memory", "disk")
@@ -54,11 +54,6 @@ class Run:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.activations not in PLACES:
-            raise ConfigError(f"activations is {self.activations!r}; choose one of {', '.join(PLACES)}")
-        for name in ("batch_size", "shard_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be positive")
+        check_positive(self, "batch_size", "shard_size")
         if self.push_to_hub is not None and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", self.push_to_hub):
             raise ConfigError(f"push_to_hub is {self.push_to_hub!r}; give a repository's name, such as user/name")

@@ -24,14 +24,27 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def check_types(record: Any) -> None:
-    """Raise ConfigError where a field that takes True and False, or whole numbers, has something else."""
+    """Raise ConfigError where a field that takes True and False, whole numbers or one of some names has another."""
     for each in dataclasses.fields(record):
         kind, value = str(each.type).removesuffix(" | None"), getattr(record, each.name)
-        if kind not in ("bool", "int") or (value is None and (each.default is None or kind != str(each.type))):
+        if value is None and (each.default is None or kind != str(each.type)):
+            continue
+        names = [*each.metadata.get("choices", ())] if kind == "str" else []
+        if names and value not in names:
+            raise ConfigError(f"{each.name} is {value!r}; choose one of {', '.join(names)}")
+        if kind not in ("bool", "int"):
             continue
         if not isinstance(value, bool if kind == "bool" else Integral) or isinstance(value, bool) != (kind == "bool"):
             wanted = "True or False" if kind == "bool" else "a whole number"
             raise ConfigError(f"{each.name} is {value!r}; give {wanted}")
+
+
+def check_positive(record: Any, *names: str) -> None:
+    """Raise ConfigError where one of these fields is less than 1; None stands for no number."""
+    for name in names:
+        value = getattr(record, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; it must be positive")
 
 
 def settings_of(kind: type[T], values: T | Mapping[str, Any]) -> T:
