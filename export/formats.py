@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, cast
 
 import regex
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from ..quantizer.quantized import QuantizedWeight
 
 FORMATS = {
-    "gptq": "export.gptq.V1",
-    "gptq_v2": "export.gptq.V2",
-    "awq": "export.awq.FORMAT",
-    "marlin": "export.marlin.FORMAT",
-    "compressed-tensors": "export.compressed.FORMAT",
-    "gguf": "export.gguf.GGUF",
+    "gptq": "export.gptq:V1",
+    "gptq_v2": "export.gptq:V2",
+    "awq": "export.awq:FORMAT",
+    "marlin": "export.marlin:FORMAT",
+    "compressed-tensors": "export.compressed:FORMAT",
+    "gguf": "export.gguf:GGUF",
 }
 """Every format by name, with the place of its `Format` in this package."""
 
@@ -188,8 +188,7 @@ def find_snap(config: Any) -> Snap:
 
 def find_format(name: str) -> Format:
     """Return the format called `name`, one of `FORMATS`."""
-    module, _, attribute = FORMATS[name].rpartition(".")
-    return cast(Format, getattr(import_module(f"gptqkit.{module}"), attribute))
+    return cast(Format, resolve_name(f"gptqkit.{FORMATS[name]}"))
 
 
 def declared_format(values: Mapping[str, Any], where: str) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from ..errors import BackendError
 
 BACKENDS = {
-    "cuda": "kernels.cuda.CudaLinear",
-    "cpu": "kernels.linear.CpuLinear",
-    "torch": "kernels.linear.TorchLinear",
+    "cuda": "kernels.cuda:CudaLinear",
+    "cpu": "kernels.linear:CpuLinear",
+    "torch": "kernels.linear:TorchLinear",
 }
 """Every backend by name, with the place of its class in this package, in the order in which "auto" tries them.
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import ClassVar, cast
 
 import torch
@@ -170,8 +170,7 @@ class CpuLinear(QuantLinear):
 
 def find_backend(name: str) -> type[QuantLinear]:
     """Return the class of the backend called `name`, one of `BACKENDS`."""
-    module, _, attribute = BACKENDS[name].rpartition(".")
-    return cast("type[QuantLinear]", getattr(import_module(f"gptqkit.{module}"), attribute))
+    return cast("type[QuantLinear]", resolve_name(f"gptqkit.{BACKENDS[name]}"))
 
 
 def make_linear(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 if TYPE_CHECKING:
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from .quantized import QuantizedWeight
 
 METHODS = {
-    "rtn": "quantizer.gptq.RTN",
-    "gptq": "quantizer.gptq.GPTQ",
-    "gptaq": "quantizer.gptq.GPTAQ",
-    "qep": "quantizer.gptq.QEP",
+    "rtn": "quantizer.gptq:RTN",
+    "gptq": "quantizer.gptq:GPTQ",
+    "gptaq": "quantizer.gptq:GPTAQ",
+    "qep": "quantizer.gptq:QEP",
 }
 """Every method by name, with the place of its `Method` in this package."""
 
@@ -105,5 +105,4 @@ def pairs_models(config: Any) -> bool:
 
 def find_method(name: str) -> Method:
     """Return the method called `name`, one of `METHODS`."""
-    module, _, attribute = METHODS[name].rpartition(".")
-    return cast(Method, getattr(import_module(f"gptqkit.{module}"), attribute))
+    return cast(Method, resolve_name(f"gptqkit.{METHODS[name]}"))

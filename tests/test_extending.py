@@ -83,7 +83,7 @@ def dummy(monkeypatch):
         read_config=read_config,
     )
     monkeypatch.setitem(sys.modules, file.__name__, file)
-    monkeypatch.setitem(FORMATS, "dummy", "export.dummy.FORMAT")
+    monkeypatch.setitem(FORMATS, "dummy", "export.dummy:FORMAT")
 
 
 def dequantized(path):
@@ -168,7 +168,7 @@ def test_a_method_is_one_function_and_one_entry(monkeypatch, tmp_path, capsys):
     file = ModuleType("gptqkit.quantizer.dummy")
     file.METHOD = Method(solve=half_the_damping, needs=frozenset({"hessian"}))
     monkeypatch.setitem(sys.modules, file.__name__, file)
-    monkeypatch.setitem(METHODS, "dummy", "quantizer.dummy.METHOD")
+    monkeypatch.setitem(METHODS, "dummy", "quantizer.dummy:METHOD")
     results = {}
     for method, damping in (("dummy", 0.1), ("gptq", 0.05)):
         config = gptqkit.QuantizeConfig(method=method, damp_percent=damping, group_size=32)

@@ -159,7 +159,7 @@ def test_a_fallback_is_marked_and_explained_and_a_models_layers_are_counted(monk
 
     monkeypatch.setattr("gptqkit.kernels.linear.UnbuiltLinear", UnbuiltLinear, raising=False)
     plain = [make(), make()]
-    monkeypatch.setitem(backends.BACKENDS, "cuda", "kernels.linear.UnbuiltLinear")
+    monkeypatch.setitem(backends.BACKENDS, "cuda", "kernels.linear:UnbuiltLinear")
     passed_over = make()
     assert passed_over.choice.fallback
     assert "not cuda, because the kernels are not built" in passed_over.choice.reason
