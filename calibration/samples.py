@@ -38,11 +38,6 @@ class Samples:
     input_ids: Tensor
     attention_mask: Tensor | None = None
 
-    @property
-    def tokens(self) -> int:
-        """How many tokens there are, padding left out."""
-        return self.input_ids.numel() if self.attention_mask is None else int(self.attention_mask.sum())
-
 
 def load_samples(
     calibration: Calibration, tokenizer: Any, *, sequence_length: int, vocab_size: int | None = None
