@@ -203,7 +203,7 @@ def estimate(
     }
     place = run.activations if run.activations != "auto" else _choose(states, work, machine)
     in_ram = place == "memory" or (on_cpu and place == "device")
-    results = round(max(sum(1.7 * _weights(target) for target in part) for part in parts))
+    results = round(max(sum(1.7 * target.weights for target in part) for part in parts))
     ram = {"quantized weights": results, "hidden states": states * in_ram}
     needs: dict[str, dict[str, int]] = {"RAM": {**work, **ram} if on_cpu else ram}
     if not on_cpu:
@@ -279,10 +279,6 @@ def _bytes(module: nn.Module, dtype: torch.dtype) -> int:
     )
 
 
-def _weights(target: Target) -> int:
-    return target.shape[0] * target.shape[1]
-
-
 def _made_again(parts: Sequence[list[Target]], config: QuantizeConfig, run: Run) -> bool:
     """Whether other files are made of all parts: small ones are joined, and some formats are one file."""
     small = 2 * max(sum(map(_packed_bytes, part)) for part in parts) <= min(run.shard_size, JOINED_BYTES)
@@ -293,7 +289,7 @@ def _packed_bytes(target: Target) -> int:
     """Return what one Linear takes in the checkpoint; where its bits are yet to be chosen, what the average makes."""
     average = target.config.target_bits
     if average is not None and not any(re.search(pattern, target.name) for pattern in target.config.overrides):
-        return round(_weights(target) * average / 8)
+        return round(target.weights * average / 8)
     return find_format(target.config.format).nbytes(target.spec)
 
 
@@ -336,8 +332,8 @@ def _learning_bytes(
     (samples, length), (*blocks, _) = shape, parts
     kept = [6 * max((sum(target.shape) for target in part), default=0) * dtype.itemsize * length for part in blocks]
     logits = 5 * 4 * length * model.config.get_text_config().vocab_size
-    learning = 16 * max(sum(map(_weights, part)) for part in blocks) + max(kept) * min(2, samples)
-    stretched = (dtype.itemsize + 4 * (dtype.itemsize < 4)) * sum(_weights(target) for part in parts for target in part)
+    learning = 16 * max(sum(target.weights for target in part) for part in blocks) + max(kept) * min(2, samples)
+    stretched = (dtype.itemsize + 4 * (dtype.itemsize < 4)) * sum(target.weights for part in parts for target in part)
     tuning = 2 * _bytes(model, dtype) + stretched + (sum(kept) + logits) * min(4, samples)
     return int(max(learning * (config.learn_iterations > 0), tuning * (config.tune_epochs > 0)))
 

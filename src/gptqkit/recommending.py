@@ -206,7 +206,7 @@ def _choice(
     empty: EmptyModel, config: QuantizeConfig, targets: Sequence[Target], answer: Reader, cache: int, command: str
 ) -> Choice:
     packed, others = checkpoint_bytes(empty.model, targets, config)
-    weights = sum(target.shape[0] * target.shape[1] for target in targets)
+    weights = sum(target.weights for target in targets)
     size = config.group_size or -1
     measured = _MEASURED.get(config.type or (config.bits, size, config.sym), (None, None))
     how = (

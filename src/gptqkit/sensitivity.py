@@ -169,7 +169,7 @@ def _budget(
     """Return the bits that the parts may take: by the average, or what the size leaves when all else has its place."""
     least = sum(min(candidate.size for candidate in candidates) for candidates in parts.values())
     if config.target_size is None:
-        average, count = cast(float, config.target_bits), sum(each.shape[0] * each.shape[1] for each in free)
+        average, count = cast(float, config.target_bits), sum(each.weights for each in free)
         if least > average * count:
             least = math.ceil(1000 * least / count) / 1000
             raise ConfigError(f"target_bits is {average}, but the smallest widths make {least} on average; give more")
@@ -219,7 +219,7 @@ def _measured(
             )
             for bits, size in ways
         ]
-        plain = 8 * stored.itemsize * sum(each.shape[0] * each.shape[1] for each in members)
+        plain = 8 * stored.itemsize * sum(each.weights for each in members)
         yield group, [*candidates, Candidate(bits=None, group_size=None, size=plain, loss=0.0)]
 
 

@@ -42,6 +42,11 @@ class Target:
     expert: int | None = None
 
     @property
+    def weights(self) -> int:
+        """How many it has, its bias not among them."""
+        return self.shape[0] * self.shape[1]
+
+    @property
     def spec(self) -> LayerSpec:
         """What it becomes."""
         size = self.config.group_size or self.shape[1]
