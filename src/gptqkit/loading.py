@@ -159,10 +159,9 @@ def _place(empty: EmptyModel, checkpoint: Checkpoint, names: StoredNames, name: 
         )
     path = place.removesuffix(".weight")
     owner = model.get_submodule(path)
-    tied: dict[str, str] = getattr(empty.stacked, "all_tied_weights_keys", {})
     if not is_matrix(owner):
         raise CheckpointError(f"{name} is quantized, but the model has a {type(owner).__name__} there, no plain Linear")
-    if place in (*tied, *tied.values()):
+    if place in (*empty.tied, *empty.tied.values()):
         raise CheckpointError(f"{name} is quantized, but its weight is tied to another; correct config.json")
     shape = matrix(owner).shape
     if shape != (spec.out_features, spec.in_features):

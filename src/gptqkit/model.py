@@ -59,6 +59,12 @@ class EmptyModel:
         self.names = frozenset(self.model.state_dict())
         self.split = self.names - frozenset(self.stacked.state_dict())
 
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """The parameters of transformers' form that are tied, and to which others."""
+        tied: Mapping[str, str] = getattr(self.stacked, "all_tied_weights_keys", {})  # a model's own code may lack it
+        return tied
+
     def fill(
         self,
         tensors: Shards,
@@ -108,8 +114,7 @@ class EmptyModel:
 
     def untie(self, tensors: Shards, names: StoredNames) -> None:
         """Let go of ties between weights that differ in the files, as transformers does, for T5 1.1 among others."""
-        tied: Mapping[str, str] = getattr(self.stacked, "all_tied_weights_keys", {})
-        for name, origin in list(tied.items()):
+        for name, origin in list(self.tied.items()):
             pair = [names.stored(each) for each in (name, origin)]
             if all(each in tensors.where for each in pair) and not torch.equal(*map(tensors.get, pair)):
                 for form in (self.stacked, self.model):
@@ -169,11 +174,10 @@ class EmptyModel:
         if found.conversion_errors or found.error_msgs:
             wrong = [*found.conversion_errors, *map(str, found.error_msgs)]
             raise CheckpointError(f"{some(wrong)}: the stored tensors do not fit together; fetch the files again")
-        tied: Mapping[str, str] = getattr(self.stacked, "all_tied_weights_keys", {})
-        for name, origin in tied.items():  # a file may hold either
+        for name, origin in self.tied.items():  # a file may hold either
             if self.stacked.get_parameter(origin).is_meta:
                 _set(self.stacked, origin, self.stacked.get_parameter(name))
-        if tied:
+        if self.tied:
             self.stacked.tie_weights(recompute_mapping=False)
 
     def clear(self, module: nn.Module) -> None:
@@ -373,8 +377,7 @@ class FloatModel:
 
     def _tied(self) -> set[str]:
         """Return the names of parameters that are tied to others."""
-        tied: Mapping[str, str] = getattr(self.empty.stacked, "all_tied_weights_keys", {})
-        return {*tied, *tied.values()}
+        return {*self.empty.tied, *self.empty.tied.values()}
 
 
 def open_empty(path_or_id: str | Path, tensors: Shards | None = None, *, trust_remote_code: bool = False) -> EmptyModel:
