@@ -205,11 +205,10 @@ def load_float(
     device: torch.device | str = "auto",
     dtype: torch.dtype | str = "auto",
     trust_remote_code: bool = False,
-    revision: str | None = None,
 ) -> tuple[Any, Any]:
     """Load a model that is not quantized, in evaluation mode, and its tokenizer (None where its directory has none).
 
-    `device`, `dtype` and `revision` are those of `load`.
+    `device` and `dtype` are those of `load`.
 
     Raises:
         DatasetUnavailableError: It cannot be found or fetched, or has no safetensors.
@@ -217,7 +216,7 @@ def load_float(
         ArchitectureError: A model that transformers does not know, or only by running its code.
         ConfigError: A device or dtype that cannot be.
     """
-    place, path_or_id = choose_device(device), fetch(path_or_id, revision)
+    place, path_or_id = choose_device(device), fetch(path_or_id)
     with explain(path_or_id), without_bars(), confined(path_or_id, trusted=trust_remote_code):
         config = open_config(path_or_id, trust_remote_code=trust_remote_code)
         scaled = hasattr(config, "quantization_config")
