@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from .architecture import without_bars
 from .assembly import assemble
 from .calibration.batches import out_of_memory
+from .calibration.cache import PLACES
 from .calibration.config import Calibration, calibration_of
 from .calibration.halves import vocabulary
 from .calibration.samples import Samples, load_samples, load_text
@@ -340,5 +341,5 @@ def _planned(
         if processes.rank == 0 and not (run.resume and any(folder.glob("block-*.json"))):
             needed.check()
     places = processes.gather(needed.activations)
-    slowest = max(places, key=("device", "memory", "disk").index)
+    slowest = max(places, key=PLACES.index)
     return replace(run, activations=slowest)
