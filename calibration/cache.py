@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..errors import ArchitectureError, CheckpointError, ShapeError
+from .batches import pieces
 
 PLACES = ("device", "memory", "disk")  # the fastest first
 _SLICE = 64 << 20
@@ -97,10 +98,8 @@ class ActivationCache:
                 self.write(common, stored[there])
 
     def _slices(self) -> Iterator[range]:
-        """Yield the samples in ranges of few bytes, so that little is ever there twice."""
-        count = max(1, _SLICE // max(1, self._sample_bytes))
-        for start in range(self.samples.start, self.samples.stop, count):
-            yield range(start, min(start + count, self.samples.stop))
+        """Return the samples in ranges of few bytes, so that little is ever there twice."""
+        return pieces(self.samples, max(1, _SLICE // max(1, self._sample_bytes)))
 
     def _local(self, samples: range) -> slice:
         return slice(samples.start - self.samples.start, samples.stop - self.samples.start)
