@@ -42,8 +42,8 @@ class Checkpoint:
     """
 
     path: Path
-    model_config: dict[str, Any] = field(repr=False)
-    quantization_config: dict[str, Any] = field(repr=False)
+    model_config: dict[str, Any] = field(default_factory=dict, repr=False)
+    quantization_config: dict[str, Any] = field(default_factory=dict, repr=False)
     declared: Declared
     layers: dict[str, LayerSpec] = field(repr=False)
     other_names: list[str] = field(repr=False)
@@ -149,7 +149,7 @@ def part_of_checkpoint(
     keys = (*find_format(declared.format).suffixes, "bias")
     own = {f"{name}.{key}" for name in layers for key in keys}
     return Checkpoint(
-        **{"model_config": {}, "quantization_config": {}, **known},
+        **known,
         declared=declared,
         layers=dict(layers),
         other_names=[name for name in tensors.where if name not in own],
