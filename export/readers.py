@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 from .formats import READERS, Declared, LayerSpec
-from .modules import FUSED, list_of_names
+from .modules import FUSED, list_of_names, outside_blocks
 from .shards import some
 
 TRANSFORMERS = "transformers"
@@ -164,7 +164,7 @@ def _parallel_rules(facts: Facts) -> Rules:
 def _costs(facts: Facts) -> Rules:
     """Return what loads, but has a price or a catch."""
     declared, layers, count = facts.declared, facts.layers, facts.tensor_parallel
-    gptq, servers_only = declared.format in ("gptq", "gptq_v2"), sorted({*READERS} - {*SERVERS})
+    gptq, no_servers = declared.format in ("gptq", "gptq_v2"), sorted({*READERS} - {*SERVERS})
     act_order, bits, asymmetric = _act_order(layers), _other_bits(layers), _asymmetric(layers)
     rounded = facts.dtype == "bfloat16" and declared.format != "gguf"
     padded = _odd_size(facts.on_gpu, (128, 64), (64, 128))
@@ -181,7 +181,7 @@ def _costs(facts: Facts) -> Rules:
         (("gptqkit",), facts.all_ones, ones + "they are read as 2^bits; quantize again as gptq_v2"),
         (OTHERS, facts.all_ones, ones + "some kernels carry into the next output's; quantize again as gptq_v2"),
         ((TRANSFORMERS,), declared.format == "gguf", "decodes everything into floating point: no memory is saved"),
-        (servers_only, count > 1, "was not looked at for several GPUs"),
+        (no_servers, count > 1, "was not looked at for several GPUs"),
     ]
 
 
@@ -338,7 +338,7 @@ def _act_order(layers: Mapping[str, LayerSpec]) -> bool:
 
 def _outside(layers: Iterable[str]) -> list[str]:
     """Return the quantized modules outside the blocks."""
-    return [name for name in layers if not any(part.isdigit() for part in name.split("."))]
+    return [name for name in layers if outside_blocks(name)]
 
 
 def _needs_groups(known: Sequence[int], found: Iterable[int]) -> str:
