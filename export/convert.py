@@ -61,16 +61,16 @@ def convert(
     if checkpoint.declared.format == format:
         raise ConversionError(f"{source} is {format} already; there is nothing to convert")
     _check(checkpoint, format)
-    if find_format(format).finish is not None:  # else nobody looks at the tokenizer
-        find_format(format).accept(checkpoint.model_config, read_tokenizer(source), checkpoint.float_names)
+    layout = find_format(format)
+    if layout.finish is not None:  # else nobody looks at the tokenizer
+        layout.accept(checkpoint.model_config, read_tokenizer(source), checkpoint.float_names)
     layers: dict[str, LayerSpec] = {}
     with staged(target, overwrite=overwrite) as directory:
         fill(directory, source, _tensors(checkpoint, format, layers), shard_size)
         write_quantization_config(directory, _quantization_config(checkpoint, directory, format, layers), format)
         _verify(checkpoint, open_checkpoint(directory))
-        finish = find_format(format).finish
-        if finish is not None:
-            finish(directory)
+        if layout.finish is not None:
+            layout.finish(directory)
         if (directory / REPORT).exists():
             update_report(directory, source, format)
 
@@ -113,7 +113,7 @@ def _check(checkpoint: Checkpoint, format: str) -> None:
 def _tensors(checkpoint: Checkpoint, format: str, layers: dict[str, LayerSpec]) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors in the order of the files, those of layers as `format` packs them; enter what these are."""
     packed: set[str] = set()
-    others = set(checkpoint.other_names)
+    layout, others = find_format(format), set(checkpoint.other_names)
     for full_name in checkpoint.tensors.where:
         name = full_name.rpartition(".")[0]
         if full_name in others or full_name == f"{name}.bias":
@@ -123,8 +123,8 @@ def _tensors(checkpoint: Checkpoint, format: str, layers: dict[str, LayerSpec]) 
             weight = checkpoint.weight(name)
             layers[name] = LayerSpec.of(weight)
             try:
-                find_format(format).check(layers[name])
-                tensors = find_format(format).pack(weight)
+                layout.check(layers[name])
+                tensors = layout.pack(weight)
             except (ConversionError, ConfigError, ShapeError) as error:
                 raise ConversionError(f"{name}: {error}") from error
             yield from ((f"{name}.{suffix}", tensor) for suffix, tensor in tensors.items())
@@ -169,17 +169,14 @@ def _quantization_config(
         with suppress(ValueError, TypeError, AttributeError):  # another version of gptqkit has other settings
             config = QuantizeConfig.from_dict(asked)
     write, floats = find_format(format).write_config, matrices(checkpoint.other_names, checkpoint.tensors)
-    values, old = (
-        write(dataclasses.replace(config, format=each, type=None), layers, floats)
-        for each, write in ((format, write), (declared.format, checkpoint.format.write_config))
-    )
+    values = write(dataclasses.replace(config, format=format, type=None), layers, floats)
     if write == checkpoint.format.write_config:  # then what only the source says stays
-        values.pop("meta", None)
-        values = {**before, **{key: value for key, value in values.items() if value != old[key]}}
-    elif not isinstance(asked, dict):
+        old = write(dataclasses.replace(config, format=declared.format, type=None), layers, floats)
+        return before | {key: value for key, value in values.items() if key != "meta" and value != old[key]}
+    if not isinstance(asked, dict):
         values.get("meta", {}).pop("gptqkit", None)  # defaults, which nobody asked for
         values = {key: value for key, value in values.items() if key not in _HOW}
-    if write != checkpoint.format.write_config and "passthrough_tensors" in meta:
+    if "passthrough_tensors" in meta:
         values["meta"] = {**values.get("meta", {}), "passthrough_tensors": meta["passthrough_tensors"]}
     return values
 
