@@ -98,7 +98,8 @@ def assemble(
     outside = Shards.of_files(write_files(folder / "outside", rest, max_shard_bytes))
     join_files([*parts, *outside.files], directory, max_shard_bytes)
     floats = [*(name for record in records for name in record["matrices"]), *matrices(outside.where, outside)]
-    quantization = find_format(config.format).write_config(config, specs, floats)
+    layout = find_format(config.format)
+    quantization = layout.write_config(config, specs, floats)
     if model.passthrough:
         quantization.setdefault("meta", {})["passthrough_tensors"] = model.passthrough
     own = model.model
@@ -109,9 +110,8 @@ def assemble(
     model.copy_files(directory)
     if open_checkpoint(directory).layers != specs:
         raise CheckpointError(f"{directory} reads back with other quantized layers than were written")
-    finish = find_format(config.format).finish
-    if finish is not None:
-        finish(directory)
+    if layout.finish is not None:
+        layout.finish(directory)
     return directory
 
 
