@@ -20,9 +20,7 @@ _Item = TypeVar("_Item")
 SEPARATOR = "\n\n"  # between two texts that are joined, as in the papers' evaluations
 LARGE = 64  # characters per token needed above which a local source counts as long; text has 1 to 6 per token
 STRETCH = 16  # characters per token of a sample in one stretch of a long source: a few samples
-PIECE = (
-    4 << 20
-)  # characters that are encoded at once: a tokenizer takes 200 bytes for each, and ends the process without
+PIECE = 4 << 20  # characters encoded at once: a tokenizer takes 200 bytes for each, and ends the process without
 POOL = 4  # how many times as much of a long source is encoded as is needed, so that the seed has a choice
 
 

@@ -15,7 +15,7 @@ _SLAB = 256  # rows of H made by one product; smaller ones leave less below the 
 
 
 class InputStatistics:
-    """Running sums over tokens of x xT and, for GPTAQ, of (x~ - x) xT.
+    """Running sums over tokens of x xT and, for GPTAQ and QEP, of (x~ - x) xT.
 
     One instance serves all modules that receive the same tensor. H is symmetric, so only its upper triangle is summed,
     slab by slab, and mirrored once at the end. Sums are float32: double precision was measured to cost 3 to 8 % of the
@@ -58,7 +58,7 @@ class InputStatistics:
         if float_inputs is not None and float_inputs.shape != inputs.shape:
             raise ShapeError(
                 f"the float model's inputs are {tuple(float_inputs.shape)}, the quantized model's "
-                f"{tuple(inputs.shape)}; GPTAQ pairs them token by token"
+                f"{tuple(inputs.shape)}; they are paired token by token"
             )
         difference = None if float_inputs is None else float_inputs - inputs
         with full_float32():

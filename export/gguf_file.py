@@ -197,6 +197,7 @@ class _Header:
 
     Raises:
         ValueError, struct.error: Anything that does not fit into the file.
+        NotImplementedError: A tensor of a type that is unknown here.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -268,7 +269,10 @@ class _Header:
 
 
 def _nbytes(shape: Sequence[int], number: int) -> int:
-    """Return the bytes of a tensor, dimensions being GGUF's; ValueError for a type unknown here, or broken blocks."""
+    """Return the bytes of a tensor, dimensions being GGUF's.
+
+    NotImplementedError for a type that is unknown here, ValueError for rows of broken blocks.
+    """
     kind = _KINDS.get(number)
     if kind is None and number not in FLOATS:
         raise NotImplementedError(f"a tensor of ggml's type {number}")

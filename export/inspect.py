@@ -59,7 +59,7 @@ class CheckpointSummary:
         return next(reader for reader in self.readers if reader.name.lower() == name.lower())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return dataclasses.asdict(self)
 
 

@@ -6,9 +6,10 @@ It stands beside the checkpoint to be, `.NAME.gptqkit-work`, and vanishes with t
     job.json                 what is being made, from what: only the same job goes on here
     block-N.K.safetensors    the tensors of a finished block, as they will stand in the checkpoint
     block-N.json             its record; written last: a block without it is not finished
-    hidden-N-R.bin ...       hidden states that enter block N, of the samples of process R; float-N-R.bin for GPTAQ
-    encoded-N-R.bin ...      those that left an encoder, for its decoder; encoded-float-N-R.bin for GPTAQ
-    hidden-beside-N-R.bin    what enters it beside them, where blocks hand on more; float-beside-N-R.bin for GPTAQ
+    hidden-N-R.bin ...       hidden states that enter block N, of the samples of process R; float-N-R.bin of
+                             the float model, where methods or learning compare with it
+    encoded-N-R.bin ...      those that left an encoder, for its decoder; encoded-float-N-R.bin likewise
+    hidden-beside-N-R.bin    what enters it beside them, where blocks hand on more; float-beside-N-R.bin likewise
     states.json              which of these files are whole; written last
     checkpoint/              the directory that becomes the target
     complete.json            it is complete; where it is gone, it is the target by now

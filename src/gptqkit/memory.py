@@ -1,6 +1,7 @@
 """How much RAM, GPU memory and disk a job needs, estimated from shapes before it starts; good to about a third.
 
-Of one Linear, weight (n, k), s bytes per number of the solver (4, or 8 with float64), p = 1 for GPTAQ, else 0:
+Of one Linear, weight (n, k), s bytes per number of the solver (4, or 8 with float64), p = 1 where hidden states are
+compared with the float model's (gptaq, qep, learned rounding), else 0:
 
     statistics   4 k^2 (1 + p)                          H and C, of one subset that shares an input, or of experts
     moments      4 k^2 (1 + p) + 4 n k                  their means; W in float32

@@ -11,7 +11,7 @@ class Progress:
     """One step of long work.
 
     Attributes:
-        stage: What is being done: "quantize", "write", "evaluate", ...
+        stage: What is being done: "quantize", "learn", "tune", "evaluate", ...
         done: Steps finished so far, this one included.
         total: Steps in all.
         layer: Number of the block being worked on, where there is one.
