@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import CheckpointError, ConfigError, ConversionError, ShapeError
 from ..hub import fetch
 from ..quantizer.config import BITS, QuantizeConfig
+from ..settings import bytes_of
 from .card import write_card
 from .checkpoint import REPORT, Checkpoint, check_written, matrices, open_checkpoint, write_report
 from .files import copy_beside, read_tokenizer
@@ -30,12 +31,12 @@ def convert(
     format: str,
     overwrite: bool = False,
     revision: str | None = None,
-    shard_size: int = MAX_SHARD_BYTES,
+    shard_size: int | str = MAX_SHARD_BYTES,
 ) -> None:
     """Write the checkpoint in `source` to the directory `target` in another of `FORMATS`, without loss.
 
     `source` is a directory, or the id of a model on the Hub, of which `revision` is taken. `shard_size` is the largest
-    size of a file in bytes.
+    size of a file: bytes, or a text such as "500MB".
 
     Every layer is unpacked and packed again; all other tensors keep their bytes. Configs are updated, our report and
     model card too. All other files are copied, but for pickles, hidden files and linked folders. With `overwrite` a
@@ -51,8 +52,7 @@ def convert(
     target = Path(target)
     if format not in FORMATS:
         raise ConfigError(f"format is {format!r}; choose one of {', '.join(FORMATS)}")
-    if shard_size < 1:
-        raise ConfigError(f"shard_size is {shard_size}; it must be positive")
+    shard_size = bytes_of("shard_size", shard_size)
     source = fetch(source, revision, gguf=True)
     if source.is_file():
         raise ConversionError(f"{source} is a file by itself; folders that gptqkit wrote are converted")

@@ -58,6 +58,9 @@ def test_what_fits_is_shown_and_what_does_not_is_not(example_model):
     assert widths == sorted(widths, reverse=True)
     assert all(each.total_bytes == each.checkpoint_bytes + each.cache_bytes for each in found)
     assert gptqkit.recommend(example_model, found[3].total_bytes, "llama.cpp") == found[3:]
+    assert gptqkit.recommend(example_model, f"{found[3].total_bytes}B", "llama.cpp") == found[3:]
+    with pytest.raises(ConfigError, match="memory: 'much' is no size; give one such as 8GiB"):
+        gptqkit.recommend(example_model, "much", "llama.cpp")
     with pytest.raises(DoesNotFitError, match=r"the smallest choice needs \(Q2_K; 1.50 MiB .* and there is .* MiB;"):
         gptqkit.recommend(example_model, found[-1].total_bytes - 1, "llama.cpp")
     shorter = gptqkit.recommend(example_model, found[-1].total_bytes - 1, "llama.cpp", context=64)

@@ -17,7 +17,7 @@ from .hub import fetch
 from .memory import checkpoint_bytes
 from .model import EmptyModel, open_empty
 from .quantizer.config import QuantizeConfig
-from .settings import did_you_mean
+from .settings import bytes_of, did_you_mean
 from .targets import Target, find_blocks, find_targets
 from .units import size_text
 
@@ -88,7 +88,7 @@ class Choice:
 
 def recommend(
     model: str | Path,
-    memory: int,
+    memory: int | str,
     reader: str,
     *,
     context: int | None = None,
@@ -101,17 +101,17 @@ def recommend(
 
     Args:
         model: Hub id or folder of a float model, of which only the config is read.
-        memory: Bytes for the checkpoint and the keys and values of one context.
+        memory: For the checkpoint and the keys and values of one context: bytes, or a text such as "8GiB".
         reader: The program, one of `READERS` in any case.
         context: Tokens; None for what the model can take, up to 4096.
         revision: Branch, tag or commit on the Hub.
 
     Raises:
         DoesNotFitError: Nothing fits; the message says what the smallest needs.
-        ConfigError: The program loads this model in no format, or is not known.
+        ConfigError: The program loads this model in no format, or is not known; a memory that is no size.
         GptqkitError: A model that cannot be quantized; see `errors`.
     """
-    names = {name.lower(): name for name in READERS}
+    names, memory = {name.lower(): name for name in READERS}, bytes_of("memory", memory)
     if reader.lower() not in names:
         raise ConfigError(f"{reader!r} is none of {', '.join(READERS)}{did_you_mean(reader, READERS)}")
     empty = open_empty(fetch(model, revision, weights=False))

@@ -22,7 +22,7 @@ from .export.names import StoredNames
 from .export.shards import MAX_SHARD_BYTES, same_bits, some, write_shards
 from .kernels.linear import QuantLinear
 from .model import EmptyModel
-from .units import parse_size
+from .settings import bytes_of
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
@@ -70,7 +70,7 @@ class Saver:
             CheckpointError: The model or its files were changed since it was loaded, or the files are gone.
             OSError: The disk refused.
         """
-        most = _bytes(max_shard_size)
+        most = min(bytes_of("max_shard_size", max_shard_size), MAX_SHARD_BYTES)
         _check_defaults(others)
         if not is_main_process:
             return
@@ -140,14 +140,6 @@ def _write_configs(model: Any, checkpoint: Checkpoint, directory: Path) -> None:
     quantization = {**checkpoint.quantization_config}
     quantization.pop("model_file_base_name", None)  # AutoGPTQ's name of a file that is called otherwise now
     write_configs(directory, quantization, config, generation, None)
-
-
-def _bytes(size: int | str) -> int:
-    """Return what may be in a file, from a number or a text such as "500MB" or "1GiB"."""
-    try:
-        return min(size if isinstance(size, int) else parse_size(size), MAX_SHARD_BYTES)
-    except ValueError as error:
-        raise ConfigError(f"max_shard_size: {error}") from error
 
 
 def _check_defaults(options: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from numbers import Integral
 from typing import Any, TypeVar
 
 from .errors import ConfigError
+from .units import parse_size
 
 T = TypeVar("T")
 
@@ -45,6 +46,24 @@ def check_positive(record: Any, *names: str) -> None:
         value = getattr(record, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be positive")
+
+
+def bytes_of(name: str, size: int | str) -> int:
+    """Return the bytes of a number or of a text such as "500MB" or "1GiB".
+
+    >>> bytes_of("memory", "8GiB")
+    8589934592
+
+    Raises:
+        ConfigError: `name` is no such thing, or not positive.
+    """
+    try:
+        found = parse_size(size) if isinstance(size, str) else size
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    if isinstance(found, bool) or not isinstance(found, Integral) or found < 1:
+        raise ConfigError(f"{name} is {size!r}; give bytes, or a text such as 8GiB")
+    return int(found)
 
 
 def settings_of(kind: type[T], values: T | Mapping[str, Any]) -> T:

@@ -148,8 +148,9 @@ def test_what_is_refused_leaves_nothing_behind(material, tmp_path, faulty_disk):
         convert(source, tmp_path / "out", format="gptq")
     with pytest.raises(ConfigError, match="choose one of gptq, gptq_v2"):
         convert(source, tmp_path / "out", format="exl2")
-    with pytest.raises(ConfigError, match="shard_size is 0; it must be positive"):
-        convert(source, tmp_path / "out", format="gptq_v2", shard_size=0)
+    for size in (0, 2.5, True):
+        with pytest.raises(ConfigError, match=f"shard_size is {size}; give bytes, or a text such as 8GiB"):
+            convert(source, tmp_path / "out", format="gptq_v2", shard_size=size)
     for target in (source, source / "inside", tmp_path):
         with pytest.raises(ConfigError, match="lie in one another"):
             convert(source, target, format="gptq_v2", overwrite=True)
