@@ -75,7 +75,7 @@ def measure_packed(shape, dtype, rows, device, bits, group_size) -> dict:
                 raise SystemExit(f"wrong: {shape}, {bits} bits, {dtype}, {count} rows, split {split}: {error}")
         chosen = launcher.plan(shape_of_layer, count).split
         fused = chosen or unlimited(launcher).plan(shape_of_layer, count).split
-        paths = {"fused": fused, "dense": 0} if count <= LONGEST_FUSED else {"dense": 0}
+        paths = {"fused": fused, "dense": 0} if chosen or count <= LONGEST_FUSED else {"dense": 0}
         times = {}
         for path, split in paths.items():
             times[path] = time_of(

@@ -12,7 +12,9 @@
 #           compute-sanitizer's memcheck and racecheck on our kernels
 # Nothing needs to be installed but torch and pytest; tests of whole models need transformers as in pyproject.toml and
 # gguf too: of wheels, `pip install --target FOLDER`, and FOLDER in PYTHONPATH. PYTHON is the interpreter. A machine that
-# forgets between calls builds the library again, which takes about a minute.
+# forgets between calls builds the library again, which takes about a minute, unless it is brought along, built by
+# `kernels/build.py kernels/libgptqkit.so --arch 90` on any machine with nvcc. DEADLINE is how many seconds a call may
+# take, 570 if nothing is said: less where the machine is taken away sooner, so that the summary is still written.
 #
 # OUT (benchmarks/results) gets CALL.txt, with a line per step as soon as it has ended, CALL.log, with the last megabyte
 # of what each step said, and the steps' own files, which they write as they go. Every step has its own limit of time. A
@@ -24,13 +26,15 @@ call=${1:-}
 case $call in first | second | third) ;; *) echo "CALL is first, second or third" && exit 2 ;; esac
 out=${2:-benchmarks/results}
 python=${PYTHON:-python3}
-deadline=${DEADLINE:-570} # seconds; less where a machine is lent for less
+deadline=${DEADLINE:-570}
 failed=0
 export PYTHONPATH="src:tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONPYCACHEPREFIX=/tmp/gptqkit_pycache
 mkdir -p "$out"
 : >"$out/$call.txt" && : >"$out/$call.log" || exit 1
 log=$(mktemp) # of the latest step
-trap 'rm -f "$log"' EXIT
+nvidia-smi --query-gpu=timestamp,clocks.sm,power.draw,clocks_throttle_reasons.active --format=csv -l 5 >"$out/clocks-$call.csv" &
+clocks=$!
+trap 'rm -f "$log"; kill $clocks 2>/dev/null' EXIT
 
 skip() { # name, reason
     echo "== $1: skipped, $2"
@@ -54,12 +58,12 @@ step() { # name, seconds, command...
     return "$status"
 }
 
-tests() { # seconds, files...: a process each, since an illegal access fails whatever comes after it in its process
-    local seconds=$1 file
-    shift
+tests() { # seconds, -m, marks, files...: a process each: an illegal access fails whatever comes after it in its process
+    local seconds=$1 marks=$3 file
+    shift 3
     for file in "$@"; do
         # Warnings of another torch than the one developed with cost only what they are.
-        step "$file" "$seconds" "$python" -m pytest -p no:cacheprovider -W default -m gpu -v --tb=short --durations=10 "$file"
+        step "$file" "$seconds" "$python" -m pytest -p no:cacheprovider -W default -m "$marks" -v --tb=short --durations=10 "$file"
     done
 }
 
@@ -72,10 +76,9 @@ find_tool() { # name
 }
 
 step gpu 15 nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,memory.total --format=csv
-step torch 60 "$python" -c 'import torch
-print(f"torch {torch.__version__}, CUDA {torch.version.cuda}")
-print("{}{}".format(*torch.cuda.get_device_capability()))'
-capability=$(grep -xE '[0-9]{2,3}' "$log")
+capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader --id=0 | tr -d .)
+step torch 180 "$python" -c 'import torch
+print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.get_device_capability()}")'
 # A library of other sources is refused when it is loaded, so what is there may stay.
 if ! "$python" -c 'from gptqkit.kernels.library import KernelLibrary, _HERE, FILE_NAME
 KernelLibrary(_HERE / FILE_NAME)' 2>/dev/null; then
@@ -85,7 +88,7 @@ fi
 case $call in
 first)
     step subnormals 60 "$python" -m pytest -p no:cacheprovider -W default -m gpu -v --tb=short -k unit_inputs tests/kernels/test_cuda.py
-    tests 120 tests/kernels/test_{cuda,streams,sweep}.py
+    tests 120 -m gpu tests/kernels/test_{cuda,streams,sweep}.py
     step gemm 200 "$python" benchmarks/gemm.py --out "$out" --bits 4 --dtypes float16 --shapes 8192x28672 4096x4096
     if ncu=$(find_tool ncu); then
         # Share of the memory's and the tensor cores' speed, and what warps wait for, of three kernels.
@@ -104,15 +107,16 @@ second)
     ;;
 third)
     step model 220 "$python" benchmarks/model.py --out "$out" --batches 1 16 --minutes 3
-    tests 160 tests/test_gpu.py
     step quantizing 120 "$python" benchmarks/quantizing.py --out "$out"
+    tests 160 -m "gpu and not slow" tests/test_gpu.py
     step solver 60 "$python" benchmarks/solver.py --repeats 2 --json "$out/solver-gpu.json"
     sanitizer=$(find_tool compute-sanitizer)
     for tool in memcheck racecheck; do
+        options=() && [ "$tool" = memcheck ] && options=(--report-api-errors no)
         if [ -n "$sanitizer" ]; then
             # Every tensor is an allocation of its own, so that memcheck sees where it ends.
             step "$tool" 90 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$tool" --error-exitcode 9 \
-                --report-api-errors no --kernel-name kernel_substring=gemm_ --kernel-name kernel_substring=add_large \
+                "${options[@]}" --kernel-name kernel_substring=gemm_ --kernel-name kernel_substring=add_large \
                 --kernel-name kernel_substring=dequantize --kernel-name kernel_substring=sweep_kernel \
                 "$python" benchmarks/sanitize.py
         else

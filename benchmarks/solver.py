@@ -162,10 +162,10 @@ def main() -> None:
             ),
             flush=True,
         )
-    if arguments.json:
-        settings = {"bits": config.bits, "group_size": config.group_size, "tokens": arguments.tokens}
-        report = {"device": name, "threads": threads, "torch": torch.__version__, **settings, "results": results}
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+        if arguments.json:
+            settings = {"bits": config.bits, "group_size": config.group_size, "tokens": arguments.tokens}
+            report = {"device": name, "threads": threads, "torch": torch.__version__, **settings, "results": results}
+            arguments.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ import torch
 PAST_CACHE = 3
 
 LONGEST_GRAPH = 400
-HEAD_START = 100_000  # clock cycles that the GPU sleeps before a timed graph, so that launching it does not count
+FIRST_GRAPH = 10  # calls, by which the length of the other is chosen
+HEAD_START = 1_000_000  # clock cycles that the GPU sleeps before a timed graph, so that launching it does not count
 WARM_UP = 0.2  # seconds of work until the clocks are up
 _warm = False
 
@@ -71,28 +72,31 @@ def graph_time(
     with torch.cuda.stream(stream):
         for operand in operands[:2]:
             work(operand)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        once = max(_replay_time(work, operands, FIRST_GRAPH, 1, stream), 1e-3)
+        calls = min(LONGEST_GRAPH, max(len(operands), int(milliseconds / once)))
+        once = _replay_time(work, operands, calls, rounds, stream)
+    torch.cuda.current_stream().wait_stream(stream)
+    return once / 1000
+
+
+def _replay_time(
+    work: Callable[[Any], object], operands: Sequence[Any], calls: int, rounds: int, stream: torch.cuda.Stream
+) -> float:
+    """Milliseconds of one call, the median over `rounds` replays of a graph of `calls`."""
+    graph, times = torch.cuda.CUDAGraph(), []
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.graph(graph, stream=stream):
+        for call in range(calls):
+            work(operands[call % len(operands)])
+    graph.replay()
+    for _ in range(rounds):
+        torch.cuda._sleep(HEAD_START)
         start.record()
-        work(operands[0])
+        graph.replay()
         end.record()
         end.synchronize()
-        once = max(start.elapsed_time(end), 1e-3)
-        calls = min(LONGEST_GRAPH, max(len(operands), int(milliseconds / once)))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in range(calls):
-                work(operands[call % len(operands)])
-        graph.replay()
-        times = []
-        for _ in range(rounds):
-            torch.cuda._sleep(HEAD_START)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-    torch.cuda.current_stream().wait_stream(stream)
-    return sorted(times)[rounds // 2] / calls / 1000
+        times.append(start.elapsed_time(end) / calls)
+    return sorted(times)[rounds // 2]
 
 
 def copy_bandwidth(device: torch.device) -> float:

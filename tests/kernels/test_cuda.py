@@ -138,7 +138,8 @@ def test_layer_takes_any_number_and_layout_of_rows(place, dtype, index, monkeypa
     device, launcher, kind = place
     monkeypatch.setattr(ops, "PRODUCT_TILE", 1)  # the dense path works through a small buffer
     monkeypatch.setattr(ops, "DENSE_STEP", 64)
-    monkeypatch.setattr(launcher, "tuning", dataclasses.replace(launcher.tuning, dense_bytes=1))
+    tuning = dataclasses.replace(launcher.tuning, dense_bytes=1, crossover=dict.fromkeys(BITS, 100))
+    monkeypatch.setattr(launcher, "tuning", tuning)
     weight, bias = make_weight(3, 100, 256, 128, index=index), torch.randn(100)
     layer, without_bias = (kind(weight.to(device), each, dtype) for each in (bias, None))
     for shape in ((0, 256), (256,), (1, 256), (2, 49, 256), (100, 256), (2, 75, 256)):
