@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from ..errors import ConfigError
-from ..settings import check_positive, check_types, settings_of
+from ..settings import check_positive, check_seed, check_types, settings_of
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,7 @@ class Calibration:
     def __post_init__(self) -> None:
         check_types(self)
         check_positive(self, "samples", "sequence_length")
-        if not 0 <= self.seed < 1 << 63:
-            raise ConfigError(f"seed is {self.seed}; it must lie between 0 and 2^63 - 1")
+        check_seed(self.seed)
 
 
 def calibration_of(given: Any) -> Calibration:

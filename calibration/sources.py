@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from ..errors import CalibrationError, DatasetUnavailableError
 from ..hub import is_local
@@ -89,9 +90,11 @@ def open_source(
         raise CalibrationError(f"split is {split!r}, but only data sets with several splits, as on the Hub, have any")
     if isinstance(source, (str, Path)):
         return _open_files([Path(source)], column)
+    if hasattr(source, "itertuples"):  # of pandas, which would go through its columns' names
+        source = source.to_dict("records")
     if hasattr(source, "column_names"):
         documents = _read_dataset(lambda: source, "the data set", column)
-        return Documents("the data set", documents, endless=not hasattr(source, "__len__"))
+        return Documents("the data set", documents, endless=_is_endless(source))
     if isinstance(source, Sequence) and source and all(map(_is_file, source)):
         return _open_files([Path(file) for file in source], column)
     nothing = isinstance(source, (bytes, Sequence)) and (isinstance(source, bytes) or not source)
@@ -102,8 +105,17 @@ def open_source(
         )
     name = "the list" if isinstance(source, Sequence) else "the tensor" if isinstance(source, Tensor) else "the source"
     single = hasattr(source, "dtype") or isinstance(source, Mapping) or _is_chat(source) or _ids(source) is not None
-    documents = _Reader(name, column).documents([source] if single else source)
-    return Documents(name, _alike(documents, name), endless=not hasattr(source, "__len__"))
+    turned = getattr(source, "collate_fn", None) is default_collate
+    documents = _Reader(name, column, turned=turned).documents([source] if single else source)
+    return Documents(name, _alike(documents, name), endless=_is_endless(source))
+
+
+def _is_endless(source: Any) -> bool:
+    """Whether nothing tells how much there is; a DataLoader has a length, which may not be asked for."""
+    try:
+        return len(source) < 0
+    except TypeError:
+        return True
 
 
 def _is_file(item: Any) -> bool:
@@ -243,7 +255,8 @@ def _needed(names: Sequence[str], column: str | None) -> list[str] | None:
     found = next((name for name in ([column] if column else COLUMNS) if name in names), None)
     if found is None:
         return None
-    return [found, *(name for name in names if (found, name) == ("input_ids", "attention_mask"))]
+    masked = found in ("input_ids", column)
+    return [found, *(name for name in names if name == "attention_mask" and name != found and masked)]
 
 
 class _Reader:
@@ -252,16 +265,17 @@ class _Reader:
     Args:
         name: Of the source, for error messages.
         column: The column; None finds it.
+        turned: Whether torch collated the records: a list of a column's first entries, one of its second, and so on.
     """
 
-    def __init__(self, name: str, column: str | None) -> None:
-        self._name, self._column = name, column
+    def __init__(self, name: str, column: str | None, *, turned: bool = False) -> None:
+        self._name, self._column, self._named, self._turned = name, column, column is not None, turned
         self._number, self._item, self._characters = 0, None, 0
 
     def documents(self, items: Iterable[Any]) -> Iterator[Document]:
         """Yield the documents in every item."""
         for self._number, self._item in enumerate(items):
-            yield from self._inside(self._item, NESTING)
+            yield from self._inside(self._turn(self._item), NESTING)
 
     def _inside(self, value: Any, depth: int, mask: Any = None) -> Iterator[Document]:
         """Yield the documents in a text, a chat, token ids (with the mask that tells their padding), or what has such.
@@ -275,13 +289,16 @@ class _Reader:
             yield self._text(value or "")
         elif isinstance(value, Mapping):
             column = self._find(value)
-            mask = value.get("attention_mask") if column == "input_ids" else None
-            yield from self._inside(value[column], depth, mask.tolist() if hasattr(mask, "tolist") else mask)
+            mask = value.get("attention_mask") if column == "input_ids" or self._named else None
+            found, mask = self._turn(value[column]), self._turn(mask)
+            yield from self._inside(found, depth, mask.tolist() if hasattr(mask, "tolist") else mask)
         elif ids is not None:
             yield from self._rows(ids, mask)
         elif _is_chat(value):
             yield Chat(value, f"document {self._number} of {self._name}")
         elif depth and isinstance(value, Sequence) and not isinstance(value, bytes):
+            if isinstance(value, tuple) and len(value) > 1 and _tensors(value):
+                raise self._nameless()
             masks = [None] * len(value) if mask is None else mask
             if not isinstance(masks, Sequence) or len(masks) != len(value):
                 raise self._refusal()
@@ -289,6 +306,16 @@ class _Reader:
                 yield from self._inside(entry, depth - 1, its)
         else:
             raise self._refusal()
+
+    def _turn(self, column: Any) -> Any:
+        """Return a column by records, where torch collated it by places."""
+        if not self._turned or not isinstance(column, (list, tuple)) or not _tensors(column):
+            return column
+        if all(each.ndim == 1 for each in column):
+            return torch.stack(list(column), -1)
+        if len(column) > 1:
+            raise self._nameless()
+        return column
 
     def _text(self, text: str) -> str:
         try:
@@ -342,6 +369,12 @@ class _Reader:
             )
         return self._column
 
+    def _nameless(self) -> CalibrationError:
+        return CalibrationError(
+            f"document {self._number} of {self._name} is several tensors, and nothing says which of them is a mask; "
+            "give dictionaries of input_ids and attention_mask"
+        )
+
     def _refusal(self) -> CalibrationError:
         return CalibrationError(f"document {self._number} of {self._name} is {_shown(self._item)}; it must be {_KINDS}")
 
@@ -356,6 +389,10 @@ def _ids(value: Any) -> Tensor | None:
     if all(isinstance(item, (int, Integral)) and not isinstance(item, bool) for item in value):
         return torch.tensor(value, dtype=torch.int64) if -(1 << 63) <= min(value) <= max(value) < 1 << 63 else None
     return None
+
+
+def _tensors(values: Sequence[Any]) -> bool:
+    return len(values) > 0 and all(isinstance(each, Tensor) for each in values)
 
 
 def _is_chat(value: Any) -> bool:

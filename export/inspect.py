@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..settings import did_you_mean
 from .bits import unpack
 from .checkpoint import Checkpoint, matrices, open_checkpoint
 from .modules import skipped_modules
@@ -55,8 +56,16 @@ class CheckpointSummary:
     readers: tuple[Reader, ...]
 
     def reader(self, name: str) -> Reader:
-        """Return what is known of the reader `name`, one of `READERS` in any case."""
-        return next(reader for reader in self.readers if reader.name.lower() == name.lower())
+        """Return what is known of the reader `name`, one of `READERS` in any case.
+
+        Raises:
+            ConfigError: It is none of them.
+        """
+        found = [reader for reader in self.readers if reader.name.lower() == name.lower()]
+        if not found:
+            names = [reader.name for reader in self.readers]
+            raise ConfigError(f"{name!r} is none of {', '.join(names)}{did_you_mean(name, names)}")
+        return found[0]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""

@@ -47,6 +47,7 @@ class ModuleOverride:
     skip: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.skip and (self.bits is not None or self.group_size is not None or self.type is not None):
             raise ConfigError("an override either skips a module or changes its bits, group_size or type, not both")
         if self.type is not None:
@@ -187,10 +188,12 @@ class QuantizeConfig:
             raise ConfigError(f"overrides is {self.overrides!r}; give a dictionary of settings by pattern")
         overrides = {pattern: settings_of(ModuleOverride, override) for pattern, override in self.overrides.items()}
         object.__setattr__(self, "overrides", overrides)
-        for pattern in overrides:
+        for pattern, override in overrides.items():
+            if self.type is not None and (override.bits, override.group_size) != (None, None):
+                raise ConfigError(f"override {pattern!r} gives bits or groups, which GGUF's types decide; give a type")
             try:
                 re.compile(pattern)
-            except re.error as error:
+            except (re.error, TypeError) as error:
                 raise ConfigError(f"override pattern {pattern!r} is not a regular expression: {error}") from error
 
     def _check_choice(self) -> None:
@@ -201,6 +204,7 @@ class QuantizeConfig:
             raise ConfigError(f"{choices[0]} and gguf's types both choose bits; leave one out")
         if len(choices) > 1:
             raise ConfigError("target_bits and target_size both choose bits; leave one out")
+        check_positive(self, "target_size")
 
     @property
     def chooses_bits(self) -> bool:

@@ -207,6 +207,8 @@ def test_several_models_in_python_need_one_at_least(text):
         gptqkit.compare([], text)
     with pytest.raises(gptqkit.ConfigError, match=r"checkpoints is 'w4'; give a list, such as \['w4'\]"):
         gptqkit.compare("w4", text)
+    with pytest.raises(gptqkit.ConfigError, match="5 is no model; give a folder, an id of the Hub, or a loaded model"):
+        gptqkit.evaluate(5, text)
 
 
 def test_gguf_files_are_compared_with_folders_and_the_float_model(tmp_path):

@@ -64,8 +64,12 @@ def test_an_id_may_stand_wherever_a_folder_may(hub, tmp_path):
     for config, model in ((how, "org/small"), ({**how, "revision": "v1"}, "org/float")):
         scores = gptqkit.evaluate(model, ids[:1], config, reference="org/float")
         assert (scores.kl_divergence == 0) == (model == "org/float")
-    [compared] = gptqkit.compare(["org/small"], ids[:1], how)
+    [compared] = gptqkit.compare(["org/small"], ids[:1], how, reference="org/float")
     assert (compared.checkpoint, compared.scores.tokens) == ("org/small", scores.tokens)
+    shutil.move(hub / "org" / "small" / "main", hub / "org" / "small" / "v3")
+    [again] = gptqkit.compare(iter(["org/small"]), ids[:1], {**how, "revision": "v3"}, reference="org/float")
+    assert again.scores.kl_divergence == compared.scores.kl_divergence
+    shutil.move(hub / "org" / "small" / "v3", hub / "org" / "small" / "main")
     gptqkit.convert("org/small", tmp_path / "parts", format="gptq", shard_size=20000)
     files = list((tmp_path / "parts").glob("*.safetensors"))
     assert len(files) > 2

@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import gptqkit
 from gptqkit import identity, job
@@ -315,6 +315,12 @@ def test_a_finished_job_is_not_resumed_but_reported(job_models, undisturbed, tmp
         quantize(job_models, "gptq", out, resume=True, settings={"bits": 4})
     with pytest.raises(OutputExistsError, match=r"another job's: seed was 0, now 7"):
         quantize(job_models, "gptq", out, resume=True, calibration={"source": samples(4).input_ids, "seed": 7})
+    shutil.copytree(job_models, tmp_path / "others")
+    for file in (tmp_path / "others").glob("*/model.safetensors"):
+        save_file({name: 1.5 * tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(OutputExistsError, match=r"another job's: model\.model\.safetensors was"):
+        quantize(tmp_path / "others", "gptq", out, resume=True)
+    shutil.rmtree(tmp_path / "others")
     (out / "quantization_report.json").write_text('{"config": {}}')
     with pytest.raises(CheckpointError, match=r"quantization_report\.json is damaged"):
         quantize(job_models, "gptq", out, resume=True)
@@ -431,3 +437,30 @@ def test_a_target_that_exists_is_never_harmed(job_models, undisturbed, tmp_path)
     quantize(job_models, "gptq", late, resume=True, progress=steps.append)
     assert not steps  # every block had been kept
     assert contents(late) == undisturbed("gptq")[1]
+
+
+@pytest.mark.parametrize("case", ["gptq", "disk"])
+def test_a_job_that_a_power_cut_ends_has_synced_all_that_counts(job_models, tmp_path, monkeypatch, case):
+    monkeypatch.setattr(job, "SAVE_SECONDS", 0)
+    sync, synced, listed = os.fsync, {}, {}
+
+    def record(descriptor):
+        sync(descriptor)
+        found = os.fstat(descriptor)
+        synced[found.st_ino] = found.st_mtime_ns
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            listed[found.st_ino] = set(os.listdir(descriptor))
+
+    monkeypatch.setattr(os, "fsync", record)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(
+            job_models, case, tmp_path / "out", progress=at(15, partial(stop, KeyboardInterrupt))
+        )  # two blocks count
+    folder = work_path(tmp_path / "out")
+    states = (folder / "states.json").read_text()
+    counts = [path for path in folder.iterdir() if path.suffix in (".json", ".safetensors") or path.name in states]
+    assert {path.suffix for path in counts} == {".json", ".bin", ".safetensors"}
+    for path in counts:
+        assert synced.get(path.stat().st_ino) == path.stat().st_mtime_ns, path.name
+    assert listed.get(folder.stat().st_ino, set()) >= {path.name for path in counts if path.suffix == ".json"}
+    assert folder.name in listed.get(tmp_path.stat().st_ino, set())

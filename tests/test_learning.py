@@ -5,7 +5,7 @@ import json
 import os
 import weakref
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
@@ -13,10 +13,10 @@ import torch
 import transformers
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 
-from gptqkit import load
-from gptqkit.calibration.samples import Samples
+from gptqkit import load, tuning
+from gptqkit.calibration.samples import Samples, load_samples
 from gptqkit.display import quantization_summary
-from gptqkit.errors import DoesNotFitError
+from gptqkit.errors import CheckpointError, DoesNotFitError
 from gptqkit.quantizer.learned import LearnedWeight
 from support.jobs import contents, processes
 from support.jobs import quantize as quantize_case
@@ -67,20 +67,26 @@ def test_blocks_come_nearer_to_the_float_model(tmp_path, name, settings):
         assert abs(found - error) < 1e-3 * error
 
 
-def test_samples_left_out_and_padding_teach_nothing(tmp_path):
+def test_samples_left_out_and_padding_teach_nothing(tmp_path, monkeypatch):
     """What stands in them cannot be seen in the result."""
     model = overflowing("qwen2")
     clean = samples(16).input_ids.clamp_(max=94)
     mask = torch.arange(24)[None] < torch.tensor([24, 10, 17, 24] * 4)[:, None]
     results = []
     for filler in (3, 7):
-        ids = torch.where(mask, clean, filler)
-        ids[3] = filler
-        ids[3, 2] = 95  # the token that makes NaN
-        out = tmp_path / str(filler)
-        report = quantize(model, out, Samples(ids, mask), bits=2, learn_iterations=5, skip_nonfinite=True).report
+
+        def filled(*arguments, its=filler, **named):
+            found = load_samples(*arguments, **named)
+            return Samples(torch.where(found.attention_mask, found.input_ids, its), found.attention_mask)
+
+        monkeypatch.setattr("gptqkit.api.load_samples", filled)
+        clean[3] = filler
+        clean[3, 2] = 95  # the token that makes NaN
+        settings = {"bits": 2, "method": "rtn", "learn_iterations": 30, "skip_nonfinite": True}
+        report = quantize(model, tmp_path / str(filler), Samples(clean, mask), **settings).report
         assert report.excluded_samples == 1
-        results.append(contents(out))
+        assert all(block.codes_changed > 0 for block in report.blocks)
+        results.append(contents(tmp_path / str(filler)))
     shards = [{name: data for name, data in files.items() if name.endswith("safetensors")} for files in results]
     assert shards[0] == shards[1]
 
@@ -226,11 +232,12 @@ def test_tuned_scales_predict_more_like_the_float_model(tmp_path, name, format_)
     assert any(not torch.equal(weight.scale, after[layer].scale) for layer, weight in before.items())
 
 
-def test_samples_left_out_are_not_tuned_on(tmp_path):
+@pytest.mark.parametrize("size", [1, 3])
+def test_samples_left_out_are_not_tuned_on(tmp_path, size):
     """Here the first one, in a batch of its own, the last ones, and one of the two that are kept aside, 14 and 15."""
     model, ids = overflowing("qwen2"), samples(18).input_ids.clamp_(max=94)
     ids[[0, 14, 16, 17], 2] = 95
-    settings = {"bits": 2, "method": "gptq", "skip_nonfinite": True, "tune_epochs": 1, "run": {"batch_size": 1}}
+    settings = {"bits": 2, "method": "gptq", "skip_nonfinite": True, "tune_epochs": 1, "run": {"batch_size": size}}
     report = quantize(model, tmp_path / "out", Samples(ids), **settings).report
     assert report.excluded_samples == 4
     assert report.tuning.divergence < report.tuning.divergence_before
@@ -312,3 +319,15 @@ def test_both_stacks_of_an_encoder_decoder_learn(tmp_path, name):
     assert len(report.blocks) == len({module.layer for module in report.modules})
     assert sum(block.error < block.error_before for block in report.blocks) > 2
     assert report.tuning.divergence < report.tuning.divergence_before < plain.tuning.divergence_before
+
+
+def test_tuned_scales_that_were_written_wrongly_are_noticed(tmp_path, monkeypatch):
+    write = tuning.replace_weights
+
+    def other(checkpoint, weights):
+        wrong = {name: replace(each, scale=2 * each.scale, offset=2 * each.offset) for name, each in weights.items()}
+        write(checkpoint, wrong)
+
+    monkeypatch.setattr(tuning, "replace_weights", other)
+    with pytest.raises(CheckpointError, match="computes something else than the model whose scales were tuned"):
+        quantize(build("llama"), tmp_path / "out", samples(64), bits=2, method="gptq", tune_epochs=2)

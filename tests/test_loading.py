@@ -220,3 +220,11 @@ def test_what_other_libraries_raise_about_files_becomes_one_line_that_names_them
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.__cause__ is not None
+
+
+def test_a_quantized_output_layer_is_not_tied(tmp_path):
+    out = quantize(build("llama", tie_word_embeddings=False), tmp_path / "out", method="rtn", lm_head=True).path
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    with pytest.raises(CheckpointError, match="lm_head is quantized, but its weight is tied to another"):
+        gptqkit.load(out, device="cpu")

@@ -16,6 +16,7 @@ from gptqkit.errors import (
     NonFiniteError,
     OutputExistsError,
 )
+from gptqkit.verify import differs
 from support.jobs import contents
 from support.models import build, overflowing, samples, save
 from support.pipeline import float_matrix, outputs, quantize, share_that_differs, weights
@@ -275,3 +276,13 @@ def test_what_cannot_work_is_refused_before_any_work(error, message, given, tmp_
         attempt(worked.append, **given)
     assert not worked
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("dtype", "much", "little"), [(torch.float32, 1e-3, 1e-6), (torch.float16, 0.1, 1e-3), (torch.bfloat16, 0.3, 1e-2)]
+)
+def test_outputs_that_differ_are_noticed(dtype, much, little):
+    x = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    assert differs(x * (1 + much), x, dtype)
+    assert not differs(x * (1 + little), x, dtype)
+    assert differs(x.index_fill(1, torch.tensor([3]), torch.nan), x, dtype)

@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from gptqkit import ArchitectureError, ConfigError, OutputExistsError, cli, rotate
+from gptqkit.loading import load_float
 from gptqkit.quantizer.rotation import Rotation
+from support.models import build, samples
 
 SIZE = {
     "vocab_size": 64,
@@ -90,5 +92,26 @@ def test_files_keep_their_dtype_and_what_is_there_is_not_replaced(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
     with pytest.raises(OutputExistsError, match="exists already"):
         rotate(tmp_path / "float", tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"seed is -1; it must lie between 0 and 2\^63 - 1"):
+        rotate(tmp_path / "float", tmp_path / "other", seed=-1)
     with pytest.raises(ConfigError, match="lie in one another"):
         rotate(tmp_path / "float", tmp_path / "float" / "out")
+
+
+def test_a_source_in_fp8_is_no_longer_that(tmp_path):
+    build("llama").save_pretrained(tmp_path / "float")
+    file, name = tmp_path / "float" / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(file)
+    scale = tensors[name].abs().max() / 448
+    tensors |= {name: (tensors[name] / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale.view(1, 1)}
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "float" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "float" / "config.json").write_text(json.dumps(config))
+    rotate(tmp_path / "float", tmp_path / "out")
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    expected, found = (load_float(tmp_path / each, device="cpu")[0] for each in ("float", "out"))
+    ids = samples().input_ids
+    with torch.no_grad():
+        assert torch.allclose(found(ids).logits, expected(ids).logits, atol=1e-4)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")

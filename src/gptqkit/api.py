@@ -116,16 +116,16 @@ def quantize(
     if not isinstance(model, (str, Path, PreTrainedModel)):
         raise ArchitectureError(f"model is a {type(model).__name__}; give a folder, an id, or a PreTrainedModel")
     with join(choose_device(run.device)) as processes, _on_disk(model) as (path, name):
-        if run.resume and not run.overwrite:
-            with processes.together():
-                done = _finished(out, config, name, 0 if calibration is None else calibration.seed)
-            if (done := processes.gather(done)[0]) is not None:
-                _warn_unmeasured(done, out, evaluate_on)
-                return QuantizeResult(done, out, _pushed(out, run, processes))
+        with processes.together():
+            source = FloatModel(path, trust_remote_code=run.trust_remote_code, revision=run.revision)
+            seed = 0 if calibration is None else calibration.seed
+            done = _finished(out, config, source, seed) if run.resume and not run.overwrite else None
+        if (done := processes.gather(done)[0]) is not None:
+            _warn_unmeasured(done, out, evaluate_on)
+            return QuantizeResult(done, out, _pushed(out, run, processes))
         with processes.together():
             if not (run.resume and work_path(out).exists()):
                 check_target(out, overwrite=run.overwrite)
-            source = FloatModel(path, trust_remote_code=run.trust_remote_code, revision=run.revision)
             check_apart(source.path, out)
             if tokenizer is None:
                 tokenizer = load_tokenizer(source.path, trust_remote_code=run.trust_remote_code)
@@ -149,7 +149,7 @@ def quantize(
             pipeline = Pipeline(source, samples, config, job, processes, run=run, progress=progress)
             with _explained_memory():
                 pipeline.run()
-            report = pipeline.report(name, seed=0 if calibration is None else calibration.seed)
+            report = pipeline.report(name, seed)
             staged, report = _completed(job, pipeline, tokenizer, run, report)
             with processes.together():
                 if processes.rank == 0:
@@ -272,15 +272,15 @@ def _check_predicts(source: FloatModel, config: QuantizeConfig) -> None:
         )
 
 
-def _finished(out: Path, config: QuantizeConfig, name: str, seed: int) -> QuantizationReport | None:
+def _finished(out: Path, config: QuantizeConfig, source: FloatModel, seed: int) -> QuantizationReport | None:
     """Return the report of a finished checkpoint of the same model and settings; None where there is none."""
     if work_path(out).exists() or not (out / REPORT).exists():
         return None
     report = QuantizationReport.from_dict(read_json(out / REPORT))
     if config.chooses_bits:
         config = replace(config, overrides=report.config.overrides)  # these were chosen
-    before = {"model": report.model, "seed": report.seed, "config": report.config.to_dict()}
-    different = differences(before, {"model": name, "seed": seed, "config": config.to_dict()})
+    before = {"model": report.digests, "seed": report.seed, "config": report.config.to_dict()}
+    different = differences(before, {"model": source.identity(), "seed": seed, "config": config.to_dict()})
     if different:
         raise OutputExistsError(
             f"{out} is finished, but is another job's: {some(different)}; choose another directory, or overwrite it"

@@ -74,9 +74,11 @@ def compare(
     config = settings_of(Evaluation, config or {})
     if isinstance(checkpoints, (str, Path)):
         raise ConfigError(f"checkpoints is {str(checkpoints)!r}; give a list, such as [{str(checkpoints)!r}]")
+    checkpoints = list(checkpoints)
     if not checkpoints:
         raise ConfigError("there is no checkpoint to compare; give at least one")
-    paths = [fetch(path, gguf=True) for path in checkpoints]
+    paths = [fetch(path, config.revision, gguf=True) for path in checkpoints]
+    config = dataclasses.replace(config, revision=None)  # of what is fetched now
     summaries = [inspect(path) for path in paths]
     shapes = [(str(name), _config(path)) for name, path in zip(checkpoints, paths, strict=True)]
     _check_same_model(shapes)

@@ -159,8 +159,10 @@ def _pooling(folders: Iterable[Path]) -> Pooling:
 
 def _open(model: Any, config: Evaluation, backend: str) -> tuple[Any, Any | None]:
     """Return the model in a folder, or itself, and its tokenizer if it brings one."""
-    if not isinstance(model, Path):
+    if isinstance(model, nn.Module):
         return model, None
+    if not isinstance(model, Path):
+        raise ConfigError(f"{model!r} is no model; give a folder, an id of the Hub, or a loaded model")
     if is_quantized(model):
         return load(model, device=config.device, backend=backend, dtype=config.dtype)
     if backend != "auto":

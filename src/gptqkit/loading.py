@@ -294,8 +294,11 @@ def open_tokenizer(tokenizer: Any, *, trust_remote_code: bool = False) -> Any:
 
     Raises:
         DatasetUnavailableError: There is none.
+        ConfigError: It is neither.
     """
     if not isinstance(tokenizer, (str, Path)):
+        if tokenizer is not None and not callable(tokenizer):
+            raise ConfigError(f"tokenizer is {tokenizer!r}; give a tokenizer, or the folder or Hub id of one")
         return tokenizer
     found = load_tokenizer(fetch(tokenizer, weights=False, tokenizer=True), trust_remote_code=trust_remote_code)
     if found is None:

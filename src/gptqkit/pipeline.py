@@ -152,6 +152,7 @@ class Pipeline:
         modules, samples = self.job.reports, self.batches.samples
         return QuantizationReport(
             model=name,
+            digests=self.model.identity(),
             config=self.config,
             samples=len(samples.input_ids) * self.calibrated,
             sequence_length=samples.input_ids.shape[1] * self.calibrated,

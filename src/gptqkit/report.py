@@ -105,6 +105,7 @@ class QuantizationReport:
         device: Type of device that did the work.
         seconds: Time from the call until the last module was solved, loading included.
         versions: Versions of the packages that took part.
+        digests: What tells the model from others: digests of its config and, in part, of its weights.
         left_in_float: Linears that could not be quantized, and why.
         modules: One entry per quantized module, in the order in which they were solved.
         blocks: One entry per block whose rounding was learned; `error` of its modules is that of before.
@@ -125,6 +126,7 @@ class QuantizationReport:
     device: str
     seconds: float
     versions: dict[str, str] = field(repr=False)
+    digests: dict[str, str] = field(default_factory=dict, repr=False)
     left_in_float: dict[str, str] = field(default_factory=dict, repr=False)
     modules: list[ModuleReport] = field(default_factory=list, repr=False)
     blocks: list[BlockReport] = field(default_factory=list, repr=False)

@@ -15,6 +15,7 @@ from .export.shards import read_json, write_json, write_shards
 from .export.staging import staged
 from .model import FloatModel
 from .quantizer.rotation import Rotation
+from .settings import check_seed
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -61,10 +62,11 @@ def rotate(model: str | Path, out: str | Path, *, seed: int = 0, revision: str |
 
     Raises:
         ArchitectureError: One that is not among `ARCHITECTURES`, or that has a tensor of which nothing is known.
-        ConfigError: `out` inside the model or around it.
+        ConfigError: `out` inside the model or around it, or a seed that is none.
         OutputExistsError: `out` is there already.
         GptqkitError: As `FloatModel` raises.
     """
+    check_seed(seed)
     source, out = FloatModel(model, revision=revision), Path(out)
     check_apart(source.path, out)
     name = type(source.model).__name__

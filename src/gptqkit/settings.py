@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
-from numbers import Integral
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from .errors import ConfigError
@@ -24,8 +24,19 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
+_TYPES: dict[str, tuple[str, type, Callable[[Any], Any]]] = {
+    "bool": ("True or False", bool, bool),
+    "int": ("a whole number", Integral, int),
+    "float": ("a number", Real, float),
+}
+"""By the annotation of a field: what to give, what it is an instance of, what it becomes."""
+
+
 def check_types(record: Any) -> None:
-    """Raise ConfigError where a field that takes True and False, whole numbers or one of some names has another."""
+    """Raise ConfigError where a field that takes True and False, numbers or one of some names has another.
+
+    Numbers of numpy become Python's, which JSON can hold.
+    """
     for each in dataclasses.fields(record):
         kind, value = str(each.type).removesuffix(" | None"), getattr(record, each.name)
         if value is None and (each.default is None or kind != str(each.type)):
@@ -33,11 +44,12 @@ def check_types(record: Any) -> None:
         names = [*each.metadata.get("choices", ())] if kind == "str" else []
         if names and value not in names:
             raise ConfigError(f"{each.name} is {value!r}; choose one of {', '.join(names)}")
-        if kind not in ("bool", "int"):
+        if kind not in _TYPES:
             continue
-        if not isinstance(value, bool if kind == "bool" else Integral) or isinstance(value, bool) != (kind == "bool"):
-            wanted = "True or False" if kind == "bool" else "a whole number"
+        wanted, number, make = _TYPES[kind]
+        if not isinstance(value, number) or isinstance(value, bool) != (kind == "bool"):
             raise ConfigError(f"{each.name} is {value!r}; give {wanted}")
+        object.__setattr__(record, each.name, make(value))
 
 
 def check_positive(record: Any, *names: str) -> None:
@@ -46,6 +58,12 @@ def check_positive(record: Any, *names: str) -> None:
         value = getattr(record, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be positive")
+
+
+def check_seed(seed: int) -> None:
+    """Raise ConfigError where a seed is none that generators of random numbers take."""
+    if not isinstance(seed, Integral) or not 0 <= seed < 1 << 63:
+        raise ConfigError(f"seed is {seed!r}; it must lie between 0 and 2^63 - 1")
 
 
 def bytes_of(name: str, size: int | str) -> int:

@@ -211,3 +211,13 @@ def test_long_text_does_not_warn(tokenizer, caplog):
 def test_settings_that_cannot_be(settings, message):
     with pytest.raises(ConfigError, match=message):
         Calibration("text.txt", **settings)
+
+
+def test_the_seed_has_a_choice_of_a_source_without_end():
+    def drawn(seed):
+        calibration = Calibration(([n, n] for n in range(10_000)), samples=10, seed=seed)
+        return {tuple(row) for row in load_samples(calibration, None, sequence_length=2).input_ids.tolist()}
+
+    first, other = drawn(1), drawn(2)
+    assert first != other
+    assert max(first | other) < (40, 40)

@@ -13,6 +13,7 @@ import sys
 
 import datasets
 import numpy as np
+import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -351,10 +352,47 @@ def test_what_a_tokenizer_returns_are_samples_without_their_padding(tokenizer, t
         assert samples.input_ids.shape[1] == max(map(len, expected))
 
 
+def test_what_torch_collates_is_read_by_records():
+    rows = [{"input_ids": [k, k + 1, k + 2], "attention_mask": [1, 1, k % 2]} for k in (1, 4, 7)]
+    expected = [[1, 2, 3], [4, 5], [7, 8, 9]]
+    named = [{"tokens": row["input_ids"], "attention_mask": row["attention_mask"]} for row in rows]
+    for source, column in ((rows, None), (named, "tokens")):
+        for given in (source, torch.utils.data.DataLoader(source, batch_size=2)):
+            samples = load_samples(Calibration(given, column=column, samples=3), None, sequence_length=99)
+            assert rows_of(samples) == expected
+    plain = torch.utils.data.DataLoader([[1, 2, 3], [4, 5, 6]], batch_size=2)
+    assert rows_of(load_samples(Calibration(plain, samples=2), None, sequence_length=3)) == [[1, 2, 3], [4, 5, 6]]
+    ids = torch.arange(6).view(2, 3)
+    nameless = torch.utils.data.TensorDataset(ids, torch.ones_like(ids))
+    for source in (torch.utils.data.DataLoader(nameless, batch_size=2), [(ids, torch.ones_like(ids))]):
+        with pytest.raises(CalibrationError, match=r"document 0 of the .* is several tensors"):
+            load_samples(Calibration(source), None, sequence_length=3)
+
+
+def test_a_loader_without_end_is_read_no_further_than_needed(tokenizer):
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return ({"text": f"the ship {k} sailed"} for k in itertools.count())
+
+    loader = torch.utils.data.DataLoader(Endless(), batch_size=2)
+    assert draw(loader, tokenizer, samples=3).shape == (3, 8)
+
+
 def test_texts_chats_and_ids_come_in_any_container(chatting, read):
     records = [{"text": text} for text in TEXTS]
     batches = torch.utils.data.DataLoader(TEXTS, batch_size=3)
-    for source in (TEXTS, tuple(TEXTS), records, {"text": TEXTS}, np.array(TEXTS), batches, iter(TEXTS), [TEXTS]):
+    frame = pandas.DataFrame(records)
+    for source in (
+        TEXTS,
+        tuple(TEXTS),
+        records,
+        {"text": TEXTS},
+        np.array(TEXTS),
+        batches,
+        iter(TEXTS),
+        [TEXTS],
+        frame,
+    ):
         assert read(source, limit=4) == TEXTS
     split = datasets.DatasetDict(
         train=datasets.Dataset.from_list(records), test=datasets.Dataset.from_list(records[:2])

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from gguf import GGUFReader, GGUFWriter
+from gguf import GGUFReader, GGUFWriter, LlamaFileType
 
 import gptqkit
 from gptqkit.architecture import open_config
 from gptqkit.errors import ArchitectureError, CheckpointError, ConfigError, ConversionError
-from support.gguf_files import NARROW, QWEN2, VOCAB, build, save, sentence_pieces, tensors, tokenizer, tokens
+from gptqkit.export.gguf_tokenizer import tokenizer_metadata
+from support.gguf_files import NARROW, QWEN2, VOCAB, WIDE, build, save, sentence_pieces, tensors, tokenizer, tokens
 from support.pipeline import assert_close, quantize
 
 
@@ -348,3 +349,50 @@ def test_the_folder_is_checked_like_any_other(tmp_path):
     assert (
         scores.perplexity == gptqkit.evaluate(tmp_path / "out", tokens().input_ids, {"sequence_length": 24}).perplexity
     )
+
+
+def test_experts_beyond_ten_stand_in_their_order(tmp_path):
+    settings = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    model = build("Qwen3Moe", **{**NARROW, "num_hidden_layers": 1, **settings})
+    save(model, tmp_path / "float")
+    out = tmp_path / "out"
+    quantize(tmp_path / "float", out, tokens(2, 16), type="Q8_0", method="rtn", group_size=128, sym=True)
+    stacked = tensors(out / "model.gguf")["blk.0.ffn_down_exps.weight"][0]
+    for number, found in enumerate(stacked):
+        expected = model.model.layers[0].mlp.experts.down_proj[number].detach()
+        assert float((found - expected).norm() / expected.norm()) < 0.02, number
+
+
+def test_a_gguf_file_that_reads_back_differently_is_refused(tmp_path, monkeypatch):
+    save(build(**{**NARROW, "num_hidden_layers": 1}), tmp_path / "float")
+    write, count = GGUFWriter.write_tensor_data, []
+
+    def other(self, tensor, *rest, **named):
+        count.append(tensor)
+        if len(count) == 4:
+            tensor = tensor.copy()
+            tensor.reshape(-1)[-1] ^= 1
+        return write(self, tensor, *rest, **named)
+
+    monkeypatch.setattr(GGUFWriter, "write_tensor_data", other)
+    with pytest.raises(CheckpointError, match="reads back differently"):
+        quantize(tmp_path / "float", tmp_path / "out", tokens(2), type="Q8_0", method="rtn", group_size=128, sym=True)
+
+
+def test_what_llama_cpp_is_told_of_context_file_and_tokens(tmp_path):
+    save(build("Mistral", **{**WIDE, "num_hidden_layers": 1, "sliding_window": 32}), tmp_path / "float")
+    quantize(tmp_path / "float", tmp_path / "out", tokens(2), type="Q4_K_M", method="rtn", group_size=128, sym=True)
+    file = tmp_path / "out" / "model.gguf"
+    assert field(file, "llama.context_length") == 32
+    assert field(file, "general.file_type") == LlamaFileType.MOSTLY_Q4_K_M
+    assert field(file, "tokenizer.ggml.add_bos_token") is False  # this tokenizer adds none
+
+
+def test_what_is_merged_first_scores_highest():
+    own = sentence_pieces()
+    values = tokenizer_metadata(own, VOCAB)
+    merges = json.loads(own.backend_tokenizer.to_str())["model"]["merges"]
+    scores = [values["tokenizer.ggml.scores"][own.convert_tokens_to_ids("".join(pair))] for pair in merges]
+    assert len(scores) > 10
+    assert scores == sorted(scores, reverse=True)
+    assert scores[0] > scores[-1]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from gptqkit.errors import ConfigError
 from gptqkit.export.formats import Declared, LayerSpec
 from gptqkit.export.inspect import inspect
 from gptqkit.export.readers import Facts, readers_of
@@ -101,7 +102,10 @@ def test_an_output_layer_that_is_not_read(material, tmp_path):
     """vLLM knows of it by lm_head, and leaves it out where the config lists other modules or ties it."""
     made = material(format="gptq")
     made.weights["lm_head"] = random_weight(rows=128, columns=128, sym=True)
-    assert inspect(made.write(tmp_path / "plain")).reader("vllm").loads
+    plain = inspect(made.write(tmp_path / "plain"))
+    assert plain.reader("vllm").loads
+    with pytest.raises(ConfigError, match=r"'transformer' is none of .*; did you mean transformers"):
+        plain.reader("transformer")
     made.model_config["tie_word_embeddings"] = True
     assert "takes the embedding" in inspect(made.write(tmp_path / "tied")).reader("vllm").reasons[0]
     skipping = material(format="gptq", overrides={"down_proj": {"skip": True}})

@@ -147,3 +147,32 @@ def test_what_another_process_is_at_work_on_stays(tmp_path):
         (directory / "quantize_config.json").write_text("{}")
         remove_leftovers(tmp_path / "out")
         assert directory.exists()
+
+
+def test_a_mount_point_is_no_target(tmp_path, monkeypatch):
+    monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == str(tmp_path / "disk"))
+    (tmp_path / "disk").mkdir()
+    for overwrite in (False, True):
+        with pytest.raises(OSError, match="is a mount point"):
+            check_target(tmp_path / "disk", overwrite=overwrite)
+    check_target(tmp_path / "disk" / "out", overwrite=False)
+
+
+def test_ctrl_c_between_the_renames_brings_the_old_one_back(tmp_path, monkeypatch):
+    def write():
+        with staged(tmp_path / "out", overwrite=True) as directory:
+            (directory / "quantize_config.json").write_text("{}")
+
+    write()
+    (tmp_path / "out" / "mark").touch()
+    rename = Path.rename
+
+    def interrupted(self, target):
+        if Path(target).name == "out" and not (self / "mark").exists():
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert (tmp_path / "out" / "mark").exists()

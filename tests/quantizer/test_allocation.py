@@ -65,3 +65,9 @@ def test_few_parts_are_never_far_from_the_best_combination(seed):
 def test_what_cannot_be():
     with pytest.raises(ConfigError, match="raise it"):
         allocate_bits(parts(3, 0), 10)
+
+
+def test_a_step_that_does_not_fit_takes_those_above_it_along():
+    sizes = ((10, 10.0), (100, 5.0), (110, 4.6))
+    part = [Candidate(bits=4, group_size=None, size=size, loss=loss) for size, loss in sizes]
+    assert allocate_bits({"a": part}, 30)["a"].size == 10

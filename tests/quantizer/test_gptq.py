@@ -372,3 +372,37 @@ def test_rounding_with_a_search_clips_as_squares_ask_for():
 
     best = torch.stack([lost(share / 100) for share in range(30, 101)]).amin(0)
     assert bool(((found.dequantize() - weight).square().sum(1) < 1.02 * best).all())
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"desc_act": True}, [11, 1, 7, 5, 4, 10, 9, 3, 2, 6, 0, 8]),
+        ({"desc_act": True, "static_groups": True}, [11, 1, 7, 5, 4, 10, 9, 3, 2, 6, 0, 8]),
+        ({"act_group_aware": True}, [11, 10, 9, 8, 1, 3, 2, 0, 7, 5, 4, 6]),  # the largest of groups: 9, 8 and 10
+    ],
+    ids=str,
+)
+def test_the_order_is_the_one_that_is_described(flags, expected):
+    diagonal = torch.tensor([1.0, 9, 3, 4, 7, 7.5, 2, 8, 0, 5, 6, 10])
+    order = column_order(diagonal, 4, **{"desc_act": False, "static_groups": False, "act_group_aware": False, **flags})
+    assert order.permutation.tolist() == expected
+    group = [place // 4 if flags == {"desc_act": True} else column // 4 for place, column in enumerate(expected)]
+    assert order.group.tolist() == group
+
+
+@pytest.mark.parametrize("order", [{"act_group_aware": False}, {"desc_act": True, "static_groups": True}], ids=str)
+def test_without_correlation_gptq_is_rounding_weighed_by_the_squares_of_inputs(order):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 96, generator=generator)
+    hessian = torch.exp(3 * torch.randn(96, generator=generator)).diag()
+    settings = QuantizeConfig(
+        method="gptq", bits=3, group_size=16, sym=False, grid="mse", refine_rounds=0, learn_iterations=1,
+        damp_percent=1e-9, **order,
+    )  # fmt: skip
+    found = gptq.solve_gptq(weight, Moments(hessian=hessian), settings, IntegerZeroPoint()).weight
+    rounded = gptq.solve_rtn(weight, Moments(hessian=hessian), settings, IntegerZeroPoint()).weight
+    even = gptq.solve_rtn(weight, None, settings, IntegerZeroPoint()).weight
+    assert float((found.scale != rounded.scale).float().mean()) < 0.02
+    assert float((found.codes != rounded.codes).float().mean()) < 0.02
+    assert float((found.scale != even.scale).float().mean()) > 0.5

@@ -6,7 +6,7 @@ import torch
 from gptqkit.quantizer.config import QuantizeConfig
 from gptqkit.quantizer.refine import refine
 from support.reference import correlated, damped, moments
-from support.solvers import snap_of, solve_gptq
+from support.solvers import snap_of, solve_gptq, solve_qep
 
 CASES = {
     "asymmetric": {"bits": 2, "sym": False},
@@ -84,3 +84,34 @@ def test_what_was_rounded_last_rounds_to_the_codes(float64):
     assert solution.loss == pytest.approx(float(row_losses(weight, damping, solution.weight).sum()), rel=1e-4)
     plain = solve_gptq(weight, hessian, dataclasses.replace(settings, refine_rounds=0))
     assert solution.loss < solution.loss_before == pytest.approx(plain.loss)
+
+
+def test_a_scale_that_the_file_can_only_hold_worse_stays():
+    weight, inputs = correlated(24, 96, 800)
+    hessian = moments(inputs)
+    settings = QuantizeConfig(method="gptq", bits=3, sym=True, group_size=32, float64=True, refine_rounds=0)
+    start = solve_gptq(weight, hessian, settings).weight
+
+    def powers(scale, _, bits):
+        stored = scale.log2().round().exp2()
+        return stored, stored * -(2 ** (bits - 1))
+
+    def losses(found):
+        lost = weight - found.dequantize().double()
+        return ((lost @ damped(hessian)) * lost).sum(1)
+
+    refined = refine(start, weight, damped(hessian), powers, 1)
+    assert bool((losses(refined.weight) <= losses(start) * (1 + 1e-9)).all())
+
+
+def test_what_is_refined_is_the_loss_against_the_corrected_weight():
+    weight, inputs = correlated(24, 96, 800)
+    others = inputs + 0.3 * correlated(24, 96, 800, seed=1)[1]
+    hessian, cross = moments(inputs), (others - inputs).T @ inputs / len(inputs)
+    settings = QuantizeConfig(
+        method="qep", quality="fast", bits=3, group_size=32, sym=False, float64=True, refine_rounds=2, damp_percent=0.01
+    )
+    solution = solve_qep(weight, hessian, cross, settings)
+    target = weight + settings.alpha * weight @ cross @ torch.linalg.inv(damped(hessian))
+    lost = target - solution.weight.dequantize().double()
+    assert solution.loss == pytest.approx(float(((lost @ damped(hessian)) * lost).sum()), rel=1e-6)

@@ -98,3 +98,16 @@ def test_the_search_weighs_by_importance(kind):
     assert lost[0].sum() < 0.9 * lost[1].sum()
     assert bool((fitted.scale != 0).all())
     assert lost[0][1] == 0
+
+
+def test_one_input_may_feed_blocks_of_several_sizes():
+    weight, inputs = correlated(12, 512, 1500)
+    together = Moments(hessian=moments(inputs))
+    for kind in ("q4_k", "q4_0", "q4_k"):
+        settings = QuantizeConfig(type=kind, quality="fast", refine_rounds=0, float64=True)
+        found, expected = (
+            solve_gptq(weight, each, settings, BLOCKS[kind].snap).weight
+            for each in (together, Moments(hessian=moments(inputs)))
+        )
+        assert torch.equal(found.codes, expected.codes)
+        assert torch.equal(found.scale, expected.scale)
