@@ -68,9 +68,10 @@ class QuantizeConfig:
     Attributes:
         bits: Bits per weight.
         group_size: Input columns that share a scale and a zero point; -1 for one group per row.
-        target_bits: Bits per weight on average, scales and zero points included, such as 3.25: the parts of every block
-            get 2, 3, 4 or 8 bits, in groups of `group_size` or halves of it down to 32, or stay in floating point, as
-            it matters most, but for modules that have an override.
+        target_bits: Bits per weight on average, such as 3.25, scales and zero points included, but not the g_idx that
+            files of gptq carry beside them: the parts of every block get 2, 3, 4 or 8 bits, in groups of `group_size`
+            or halves of it down to 32, or stay in floating point, as it matters most, but for modules that have an
+            override.
         target_size: Instead of that, the most that all tensors of the checkpoint may take, such as 4GB.
         sym: Symmetric or asymmetric grids: the zero point is fixed at 2^(bits-1), or chosen for every group.
         quality: "fast" solves every layer with gptq and refines it; "balanced" takes qep, simulated grids, and 40 steps
