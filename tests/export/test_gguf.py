@@ -1,5 +1,6 @@
 """GGUF files as other programs read them: the `gguf` package, and transformers with `gguf_file`."""
 
+import copy
 import json
 import re
 import shutil
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from gguf import GGUFReader, GGUFWriter, LlamaFileType
+from gguf import GGUFReader, GGUFWriter, LlamaFileType, TokenType
 
 import gptqkit
 from gptqkit.architecture import open_config
@@ -396,3 +397,15 @@ def test_what_is_merged_first_scores_highest():
     assert len(scores) > 10
     assert scores == sorted(scores, reverse=True)
     assert scores[0] > scores[-1]
+
+
+def test_added_tokens_are_told_apart():
+    """As the gguf package numbers kinds of tokens: a special one is not shown, a word of the user's is."""
+    own = copy.deepcopy(tokenizer())
+    own.add_tokens(["harbour-master"])
+    own.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    values = tokenizer_metadata(own, VOCAB)
+    kinds = [
+        values["tokenizer.ggml.token_type"][own.convert_tokens_to_ids(each)] for each in ("harbour-master", "<turn>")
+    ]
+    assert kinds == [TokenType.USER_DEFINED, TokenType.CONTROL]
