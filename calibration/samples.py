@@ -13,7 +13,8 @@ from torch import Tensor
 from ..errors import CalibrationError, ConfigError
 from .chats import Chat
 from .config import Calibration
-from .sources import Document, Documents, is_ready, open_source
+from .records import Document, is_ready
+from .sources import Documents, open_source
 
 _Item = TypeVar("_Item")
 

@@ -197,7 +197,7 @@ def test_a_small_file_that_unpacks_to_anything_is_refused(tmp_path, tokenizer, m
     path = tmp_path / "bomb.parquet"
     pyarrow.parquet.write_table(table, path, compression="zstd", store_schema=False)
     assert path.stat().st_size < 1 << 20
-    monkeypatch.setattr("gptqkit.calibration.sources.MOST", 2 << 20)
+    monkeypatch.setattr("gptqkit.calibration.records.MOST", 2 << 20)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CalibrationError, match=f"^document 2 of {path} brings its text to more than 2 Mi characters"):
         load_text(path, tokenizer)
