@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from steps import EXAMPLES, TEXTS, rows_so_far
+from steps import EXAMPLES, TEXTS, remember, rows_so_far
 
 import gptqkit
 from gptqkit.calibration.samples import load_samples
@@ -105,6 +105,7 @@ def main() -> None:
     arguments = parser.parse_args()
     report = rows_so_far(arguments, "samples", "windows")
     model, tokenizer = load_float(arguments.model, device="cpu")
+    remember(model)
     text = gptqkit.Calibration(arguments.calibration, samples=arguments.samples, sequence_length=512)
     tokens = arguments.work / "tokens.safetensors"
     arguments.work.mkdir(parents=True, exist_ok=True)

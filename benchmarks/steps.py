@@ -79,6 +79,19 @@ def make_difficult(path: str, out: Path, *, factor: float = 30.0, count: int = 4
     AutoTokenizer.from_pretrained(path).save_pretrained(out)
 
 
+def remember(model: Any) -> None:
+    """Let a float model answer what it was asked before from memory: all checkpoints get the same tokens."""
+    forward, known = model.forward, {}
+
+    def answer(input_ids: torch.Tensor, **rest: Any) -> Any:
+        key = (tuple(input_ids.shape), input_ids.numpy().tobytes())
+        if key not in known:
+            known[key] = forward(input_ids=input_ids, **rest)
+        return known[key]
+
+    model.forward = answer
+
+
 def mean(rows: list[dict[str, Any]], text: str, key: str) -> float:
     """The mean over rows of one score."""
     return statistics.mean(row["scores"][text][key] for row in rows)
@@ -136,6 +149,7 @@ def main() -> None:
     arguments = parser.parse_args()
     report = rows_so_far(arguments, "samples", "windows", "difficult")
     model, tokenizer = load_float(arguments.model, device="cpu")
+    remember(model)
     how = gptqkit.Evaluation(sequence_length=512, max_windows=arguments.windows)
     done = {(row["bits"], row["seed"], row["step"]) for row in report["rows"]}
     sources = Path(tempfile.mkdtemp(prefix="steps-"))
