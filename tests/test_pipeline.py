@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 
 import gptqkit
-from gptqkit import pipeline
+from gptqkit import subsets
 from gptqkit.calibration.samples import Samples
 from gptqkit.errors import (
     ArchitectureError,
@@ -152,7 +152,7 @@ def test_every_expert_is_solved_on_the_tokens_routed_to_it(name, method, padded,
 def test_statistics_beyond_the_budget_take_several_passes(method, true_sequential, tmp_path, monkeypatch):
     settings = {"method": method, "true_sequential": true_sequential}
     one = quantize(build("qwen3_moe"), tmp_path / "one", **settings).report.modules
-    monkeypatch.setattr(pipeline, "STATISTICS_BYTES", 1 if method == "gptq" else 64 * 64 * 16)
+    monkeypatch.setattr(subsets, "STATISTICS_BYTES", 1 if method == "gptq" else 64 * 64 * 16)
     several = quantize(build("qwen3_moe"), tmp_path / "several", **settings).report.modules
     for first, second in zip(one, several, strict=True):
         assert (first.name, first.tokens, first.prior_tokens) == (second.name, second.tokens, second.prior_tokens)

@@ -1,7 +1,10 @@
 """The order in which the Linears of a block are solved, and what is calibrated in one pass."""
 
+import dataclasses
+
 import pytest
 
+from gptqkit import subsets
 from gptqkit.quantizer.config import QuantizeConfig
 from gptqkit.subsets import group_subsets, portions
 from gptqkit.targets import Target
@@ -51,13 +54,21 @@ def test_targets_that_are_left_out_leave_no_gap():
     assert names_of(groups) == [([["attention.k"]], False), ([["mlp.shared.1.up"]], False)]
 
 
-def test_portions_are_as_few_as_the_budget_allows():
+def test_portions_are_as_few_as_the_budget_allows(monkeypatch):
+    def sizes_of(groups, budget, *, paired):
+        monkeypatch.setattr(subsets, "STATISTICS_BYTES", budget)
+        found = list(portions(groups, paired=paired))
+        assert [each for portion in found for each in portion] == [
+            (group, subset) for group in groups for subset in group.subsets
+        ]
+        return [len(portion) for portion in found]
+
     [_, up, *_] = groups = group_subsets([target(name) for name in NAMES], traced([0]))
-    whole = [(group, subset) for group in groups for subset in group.subsets]
-    assert list(portions(groups, lambda _: 10, 270)) == [whole]
-    for budget, expected in ((120, [12]), (119, [11, 1]), (50, [5, 5, 2]), (1, [1] * 12)):
-        found = list(portions([up], lambda _: 10, budget))
-        assert [len(portion) for portion in found] == expected
-        assert [each for portion in found for each in portion] == [(up, subset) for subset in up.subsets]
-    found = portions([up], lambda subset: 30 if subset in (up.subsets[1], up.subsets[3]) else 10, 40)
-    assert [len(portion) for portion in found] == [2, 2, 4, 4]
+    one = 4 * 32 * 32  # a matrix of 32 x 32 in float32
+    assert sizes_of(groups, 27 * one, paired=False) == [27]
+    for budget, expected in ((12 * one, [12]), (12 * one - 1, [11, 1]), (5 * one, [5, 5, 2]), (1, [1] * 12)):
+        assert sizes_of([up], budget, paired=False) == expected
+        assert sizes_of([up], 2 * budget, paired=True) == expected
+    for number in (1, 3):
+        up.subsets[number][0] = dataclasses.replace(up.subsets[number][0], shape=(32, 64))
+    assert sizes_of([up], 5 * one, paired=False) == [2, 2, 5, 3]

@@ -35,6 +35,7 @@ from .export.shards import read_json, some
 from .export.staging import check_target
 from .hub import push
 from .identity import check_agreement, differences, identity_of
+from .importance import squared_inputs
 from .job import Job, chosen_before, work_path
 from .loading import choose_device, load_tokenizer, open_tokenizer
 from .memory import estimate
@@ -231,19 +232,16 @@ def imatrix(
         raise OutputExistsError(f"{out} exists already; choose another file, or ask to overwrite it")
     if not out.parent.is_dir():
         raise ConfigError(f"there is no folder {out.parent}; make it, or choose another file")
-    config = QuantizeConfig(type="q8_0")  # of blocks of 32 columns: the widest choice of Linears
     device = choose_device(run.device)
-    with join(device) as processes, _on_disk(model) as (path, _), TemporaryDirectory(prefix="gptqkit-") as folder:
+    with join(device) as processes, _on_disk(model) as (path, _):
         if processes.size > 1:
             raise ConfigError(f"an importance matrix is made by one process, not by {processes.size}")
         source = FloatModel(path, trust_remote_code=run.trust_remote_code, revision=run.revision)
         if tokenizer is None:
             tokenizer = load_tokenizer(source.path, trust_remote_code=run.trust_remote_code)
         samples = _samples(source, calibration, open_tokenizer(tokenizer, trust_remote_code=run.trust_remote_code))
-        with Job(Path(folder) / "out", {}, processes, resume=False, overwrite=False) as job, _explained_memory():
-            place = "memory" if run.activations == "auto" else run.activations
-            run = replace(run, activations=place)
-            sums = list(Pipeline(source, samples, config, job, processes, run=run, progress=progress).sums())
+        with _explained_memory():
+            sums = squared_inputs(source, samples, processes, run, progress)
     count, length = samples.input_ids.shape
     tensors = imatrix_tensors(sums, source.model.config.to_dict())
     write_imatrix(out, tensors, dataset=public_name(calibration.source), samples=count, length=length)

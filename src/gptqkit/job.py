@@ -76,7 +76,33 @@ def chosen_before(out: Path, identity: Mapping[str, Any]) -> QuantizeConfig | No
     return QuantizeConfig.from_dict(begun["config"]) if same else None
 
 
-class Job:
+class Scratch:
+    """A folder in which this process keeps hidden states; nothing is resumed from it.
+
+    Attributes:
+        folder: The folder.
+        states: Which of them are whole, and where they were saved: None.
+    """
+
+    states: dict[str, Any] | None = None
+
+    def __init__(self, folder: Path, processes: Processes) -> None:
+        self.folder, self._processes = folder, processes
+
+    def states_file(self, stream: str, layer: int, *, again: bool = False) -> Path:
+        """Return where this process keeps the hidden states of a stream that enter block `layer`.
+
+        `again` is for what is read from such files, perhaps those of other processes.
+        """
+        return self.folder / f"{stream}-{layer:05}{'r' * again}-{self._processes.rank}.bin"
+
+    def load_states(self, stream: str, cache: ActivationCache | Handed) -> None:
+        """Fill `cache` with what was saved last, by whichever processes."""
+        for name, start, stop, _ in (self.states or {"files": {stream: []}})["files"][stream]:
+            cache.load(self.folder / name, range(start, stop))
+
+
+class Job(Scratch):
     """A work directory, made or taken up where an earlier process left it; a context that keeps or discards it.
 
     Rank 0 writes it all, but for hidden states, of which every process writes its own.
@@ -94,15 +120,14 @@ class Job:
     def __init__(
         self, out: Path, identity: Mapping[str, Any], processes: Processes, *, resume: bool, overwrite: bool
     ) -> None:
-        self.out, self.folder = out, work_path(out)
-        self._processes, self._overwrite, self._lock = processes, overwrite, -1
+        super().__init__(work_path(out), processes)
+        self.out, self._overwrite, self._lock = out, overwrite, -1
         with processes.together():
             if processes.rank == 0:
                 self._open(json.loads(json.dumps(identity)), resume=resume)
         with processes.together():
             found = self._read() if processes.rank == 0 else ([], None)
         self.records: list[dict[str, Any]]
-        self.states: dict[str, Any] | None
         self.records, self.states = processes.gather(found)[0]
         self._start = self._saved = time.monotonic()
         self._before: float = self.records[-1]["seconds"] if self.records else 0.0
@@ -154,13 +179,6 @@ class Job:
         self._write_json(f"{self.stem(layer).name}.json", record)
         self.records.append(record)
 
-    def states_file(self, stream: str, layer: int, *, again: bool = False) -> Path:
-        """Return where this process keeps the hidden states of a stream that enter block `layer`.
-
-        `again` is for what is read from such files, perhaps those of other processes.
-        """
-        return self.folder / f"{stream}-{layer:05}{'r' * again}-{self._processes.rank}.bin"
-
     def save_states(self, layer: int, caches: Mapping[str, ActivationCache | Handed]) -> None:
         """Save the hidden states that enter block `layer`, if it is time to; those saved before are deleted."""
         on_disk = all(cache.file is not None for cache in caches.values())
@@ -187,11 +205,6 @@ class Job:
                     old.unlink()
         self._processes.gather(None)  # nobody goes on to the next files before
         self._saved = time.monotonic()
-
-    def load_states(self, stream: str, cache: ActivationCache | Handed) -> None:
-        """Fill `cache` with what was saved last, by whichever processes."""
-        for name, start, stop, _ in (self.states or {"files": {stream: []}})["files"][stream]:
-            cache.load(self.folder / name, range(start, stop))
 
     def publish(self, directory: Path) -> None:
         """Let a complete directory in the work directory appear as the checkpoint, and end the job."""

@@ -39,11 +39,12 @@ from .export.shards import JOINED_BYTES
 from .hub import fetch
 from .loading import choose_device
 from .model import EmptyModel, open_empty
-from .pipeline import PROBE, STATISTICS_BYTES
+from .pipeline import PROBE
 from .quantizer.config import QuantizeConfig
 from .quantizer.methods import needs_calibration, pairs_models
 from .run import LARGEST_BATCH, Run
 from .settings import settings_of
+from .subsets import STATISTICS_BYTES, statistics_bytes
 from .targets import Target, find_blocks, find_head, find_targets, is_tied
 from .units import size_text
 
@@ -185,7 +186,7 @@ def estimate(
     source = _bytes(model, stored)
     output = sum(checkpoint_bytes(model, every, config)) if config.target_size is None else config.target_size
     block = max(_bytes(each, dtype) for each in blocks)
-    statistics = max(_statistics_bytes(part, paired) for part in parts) if shape else 0
+    statistics = max(_pass_bytes(part, paired) for part in parts) if shape else 0
     # A block at its widest, hidden states before and after it, and what its Linears receive in the other model.
     widest = max((sum(target.shape) for part in targets for target in part), default=0)
     forward = round(tokens * (2 * width + 2.5 * widest * dtype.itemsize) * (1 + paired / 2))
@@ -294,11 +295,11 @@ def _packed_bytes(target: Target) -> int:
     return find_format(target.config.format).nbytes(target.spec)
 
 
-def _statistics_bytes(targets: list[Target], paired: bool) -> int:
+def _pass_bytes(targets: list[Target], paired: bool) -> int:
     """Return what the statistics of one pass take: of the widest input, or of all experts up to the limit."""
     widest, of_experts = 0, Counter[tuple[str, str]]()
     for target in targets:
-        size = 4 * (1 + paired) * target.shape[1] ** 2
+        size = statistics_bytes(target, paired=paired)
         widest = max(widest, size)
         if target.experts is not None:
             of_experts[target.experts, target.inner.rpartition(".")[2]] += size

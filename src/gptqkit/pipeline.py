@@ -10,10 +10,9 @@ import copy
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -36,14 +35,13 @@ from .report import BlockReport, ModuleReport, QuantizationReport, TuningReport
 from .run import LARGEST_BATCH, Run
 from .solving import Measured, Solved, solve_all
 from .streams import Streams
-from .subsets import Group, Subset, portions
+from .subsets import Group, portions
 from .targets import Target, find_head, find_targets, matrix, misfits, refuse
 from .tuning import tune
 from .verify import check_block
 
 _LOG = logging.getLogger("gptqkit")
 UNCALLED = "no forward pass calls it"
-STATISTICS_BYTES = 8 << 30  # what the statistics of a layer's experts may take at once; more is done in several passes
 PROBE = Samples(torch.arange(16)[None])  # what blocks are run on where there is no calibration
 
 
@@ -121,32 +119,6 @@ class Pipeline:
         work = partial(tune, directory, self.model, self.batches, self.processes)
         return work(epochs=self.config.tune_epochs, dtype=self.dtype, progress=self._progress)
 
-    @torch.no_grad()
-    def sums(self) -> Iterator[tuple[str, torch.Tensor, int]]:
-        """Yield of every Linear in the float model's blocks its stored name, the sums of x_j^2, and tokens."""
-        streams = Streams(self.model, self.batches, self.processes, paired=False, skip=self.config.skip_nonfinite)
-        with self.model.outside(self.device, self.dtype):
-            for layer in range(streams.begin(self.job, self.dtype, self.place), len(self.model.blocks)):
-                streams.enter(layer)
-                with self.model.block(layer, self.device, self.dtype):
-                    pools: dict[Group, InputStatistics] = {}
-                    groups = streams.trace(layer, self.targets[layer])
-                    for portion in portions(groups, self._statistics_bytes, STATISTICS_BYTES):
-                        for measured in streams.collect(layer, portion, pools, None):
-                            yield from self._sums(layer, measured)
-                    streams.advance("hidden", layer, self.model.blocks[layer], resumable=False)
-
-    def _sums(self, layer: int, measured: Measured) -> Iterator[tuple[str, torch.Tensor, int]]:
-        for target in measured.targets:
-            tokens = 0 if measured.statistics is None else measured.statistics.tokens
-            squares = torch.zeros(target.shape[1])
-            if measured.statistics is not None and tokens:  # none may reach an expert
-                squares = measured.statistics.hessian().diagonal().cpu() * tokens
-            self._done += 1
-            step: dict[str, Any] = {"done": self._done, "total": self._total, "layer": layer, "module": target.name}
-            self._progress(Progress(stage="imatrix", **step))
-            yield stored_module(self.model, target.name), squares, tokens
-
     def report(self, name: str, seed: int) -> QuantizationReport:
         """Return the report on the whole, with the name of the model and the seed of its samples."""
         modules, samples = self.job.reports, self.batches.samples
@@ -216,7 +188,7 @@ class Pipeline:
         for together in [[group] for group in groups] if self.config.true_sequential else [groups]:
             now: dict[str, Solution] = {}
             pools: dict[Group, InputStatistics] = {}
-            for portion in portions(together, self._statistics_bytes, STATISTICS_BYTES):
+            for portion in portions(together, paired=self.paired):
                 found, rows = self._solve(streams.collect(layer, portion, pools, twin), layer)
                 now |= found
                 reports += rows
@@ -319,6 +291,3 @@ class Pipeline:
 
     def _matrix(self, target: Target) -> torch.Tensor:
         return matrix(self.model.model.get_submodule(target.name)).detach()
-
-    def _statistics_bytes(self, subset: Subset) -> int:
-        return 4 * subset[0].shape[1] ** 2 * (2 if self.paired else 1)

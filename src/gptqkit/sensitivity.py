@@ -6,53 +6,36 @@ import dataclasses
 import logging
 import math
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from .calibration.batches import Batches
-from .calibration.halves import parts_of
 from .calibration.samples import Samples
 from .distributed import Processes
 from .errors import ConfigError, ShapeError
 from .export.formats import find_format, find_snap
-from .job import Job
 from .memory import checkpoint_bytes
 from .model import FloatModel
-from .pipeline import STATISTICS_BYTES
 from .progress import Progress, ProgressCallback
 from .quantizer.allocation import Candidate, allocate_bits
 from .quantizer.config import BITS, ModuleOverride, QuantizeConfig
 from .quantizer.gptq import solve_gptq
-from .run import LARGEST_BATCH, Run
+from .run import Run
 from .solving import naming
 from .streams import Streams
 from .subsets import Group, portions
 from .targets import Target, find_head, find_targets, matrix, misfits, refuse
 from .units import size_text
+from .walking import float_blocks
 
 _LOG = logging.getLogger("gptqkit")
 SAMPLES = 4  # on which a block shows what an error inside it does to its output
 ROWS = 1024  # of a Linear, evenly spaced, that show what a candidate loses beside others
 SMALLEST_GROUP = 32
 PLAIN: Mapping[str, Any] = {"grid": "mse", "refine_rounds": 0, "learn_iterations": 0}  # better ones choose alike
-
-
-@dataclass(frozen=True)
-class _Unresumed:
-    """What `Streams` wants of a job: this one begins at the beginning, and keeps hidden states in `folder`."""
-
-    folder: Path
-    states: None = None
-
-    def states_file(self, stream: str, layer: int, *, again: bool = False) -> Path:
-        return self.folder / f"{stream}-{layer}{'-again' * again}.bin"
 
 
 @torch.no_grad()
@@ -128,25 +111,14 @@ def sensitivities(
     head = find_head(source.model, config)
     every = [target for own in [*targets, [head] if head else []] for target in own]
     whole = sum(checkpoint_bytes(source.model, every, config))  # later, they are not tied, nor in their dtype
-    size = run.batch_size or LARGEST_BATCH
-    mine = processes.share(len(samples.input_ids), size)
-    batches = Batches(samples, parts_of(samples, source.model), mine, size, processes.device)
-    dtype = torch.float32 if processes.device.type == "cpu" else source.model.dtype
-    streams = Streams(source, batches, processes, paired=False, skip=config.skip_nonfinite)
     parts: dict[str, list[Candidate]] = {}
     members: dict[str, list[Target]] = {}
-    place = "memory" if run.activations == "auto" else run.activations
-    with tempfile.TemporaryDirectory(prefix="gptqkit-") as folder, source.outside(processes.device, dtype):
-        streams.begin(cast(Job, _Unresumed(Path(folder))), dtype, place)
-        for layer, own in enumerate(targets):
-            streams.enter(layer)
-            with source.block(layer, processes.device, dtype):
-                for group, candidates in _measured(layer, own, streams, config):
-                    name = group.subsets[0][0].name
-                    parts[name], members[name] = candidates, [each for subset in group.subsets for each in subset]
-                streams.advance("hidden", layer, source.blocks[layer], resumable=False)
-            if processes.rank == 0:
-                progress(Progress(stage="choose bits", done=layer + 1, total=len(targets), layer=layer))
+    for layer, streams in float_blocks(source, samples, processes, run, skip=config.skip_nonfinite):
+        for group, candidates in _measured(layer, targets[layer], streams, config):
+            name = group.subsets[0][0].name
+            parts[name], members[name] = candidates, [each for subset in group.subsets for each in subset]
+        if processes.rank == 0:
+            progress(Progress(stage="choose bits", done=layer + 1, total=len(targets), layer=layer))
     return parts, members, whole
 
 
@@ -193,7 +165,7 @@ def _measured(
         probe = min(ways, key=lambda way: (abs(way[0] - config.bits), way[0]))
         lost, rounded = dict.fromkeys(ways, 0.0), dict[str, Tensor]()
         pools: dict[Any, Any] = {}
-        for portion in portions([group], lambda subset: 4 * subset[0].shape[1] ** 2, STATISTICS_BYTES):
+        for portion in portions([group], paired=False):
             for one in streams.collect(layer, portion, pools, None):
                 for size in dict.fromkeys(size for _, size in ways):
                     moments = one.moments()  # with the factor for groups of this size

@@ -30,7 +30,7 @@ from .calibration.capture import (
 from .calibration.statistics import InputStatistics
 from .distributed import Processes
 from .errors import ArchitectureError
-from .job import Job
+from .job import Scratch
 from .model import FloatModel
 from .solving import Measured
 from .subsets import Group, Subset, group_subsets
@@ -88,7 +88,7 @@ class Streams:
         self._stacks: list[Stack] = []
         self._again: set[str] = set()  # Linears that a block calls several times
 
-    def begin(self, job: Job, dtype: torch.dtype, place: str) -> int:
+    def begin(self, job: Scratch, dtype: torch.dtype, place: str) -> int:
         """Learn how all blocks are called, and take up what was saved last; return the block that comes next.
 
         Raises:

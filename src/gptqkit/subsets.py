@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .targets import Target
 
 _NUMBER = re.compile(r"(?<=[._])\d+(?=\.)")  # as in "experts.3.up_proj" and "experts.expert_3.fc1"
+
+STATISTICS_BYTES = 8 << 30  # what the statistics of a layer's experts may take at once; more is done in several passes
 
 Subset = list[Target]
 """Linears that receive the same tensor, and share its statistics."""
@@ -59,24 +61,28 @@ def group_subsets(targets: Sequence[Target], found: Iterable[tuple[Sequence[str]
     ]
 
 
-def portions(
-    groups: Iterable[Group], size: Callable[[Subset], int], budget: int
-) -> Iterator[list[tuple[Group, Subset]]]:
-    """Yield all subsets in as few portions as keep the statistics of each within `budget` bytes, with their groups.
+def portions(groups: Iterable[Group], *, paired: bool) -> Iterator[list[tuple[Group, Subset]]]:
+    """Yield all subsets in as few portions as keep the statistics of each within STATISTICS_BYTES, with their groups.
 
-    A portion has one subset at least.
+    Those of a subset are H, and C where streams are `paired`, in float32. A portion has one subset at least.
     """
     portion: list[tuple[Group, Subset]] = []
     used = 0
     for group in groups:
         for subset in group.subsets:
-            if portion and used + size(subset) > budget:
+            size = statistics_bytes(subset[0], paired=paired)
+            if portion and used + size > STATISTICS_BYTES:
                 yield portion
                 portion, used = [], 0
             portion.append((group, subset))
-            used += size(subset)
+            used += size
     if portion:
         yield portion
+
+
+def statistics_bytes(target: Target, *, paired: bool) -> int:
+    """Return what H of a Linear's inputs takes, and C where streams are paired."""
+    return 4 * (1 + paired) * target.shape[1] ** 2
 
 
 def _pattern(name: str) -> str:
