@@ -123,7 +123,7 @@ class Batches:
                     "be told apart; calibrate on whole samples (concatenate=True)"
                 )
             return flat
-        broken = torch.stack([~torch.isfinite(stream).all(-1) for stream in flat]).any(0)
+        broken = torch.stack([_broken(stream) for stream in flat]).any(0)
         inner = len(mask) if self.across else mask.shape[1]
         place = (tokens % inner, tokens // inner) if self.across else (tokens // inner, tokens % inner)
         bad = torch.unique(place[0][broken & mask[place]]).cpu()
@@ -158,6 +158,14 @@ class Batches:
         counts = self.counts[rows, None].expand(-1, self._length(stack))
         mask = self.parts[stack].attention_mask
         return (counts if mask is None else counts & mask[rows]).to(self.device)
+
+
+def _broken(rows: Tensor) -> Tensor:
+    """Return which rows hold NaN or infinity, (rows,) bool; only those are looked at whose sum does or overflows."""
+    broken = ~rows.sum(-1).isfinite()
+    suspects = broken.nonzero().flatten()
+    broken[suspects] = ~rows[suspects].isfinite().all(-1)
+    return broken
 
 
 def shuffled(samples: range, size: int, generator: torch.Generator) -> Iterator[range]:
