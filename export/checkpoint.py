@@ -1,7 +1,7 @@
 """Checkpoint directories: opened without loading them, and given the files that readers look at.
 
-Reads what gptqkit, GPTQModel, AutoGPTQ, AutoAWQ, optimum and llm-compressor write. Configs, headers and g_idx are
-checked; tensors stay on disk.
+Reads what gptqkit, GPTQModel, AutoGPTQ, AutoAWQ, optimum, llm-compressor and auto-round write. Configs, headers and
+g_idx are checked; tensors stay on disk.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..hub import Remote, fetch
 from ..quantizer.quantized import QuantizedWeight
+from .autoround import PACKING, plain_config
 from .files import check_folder
 from .formats import Declared, Format, LayerSpec, declared_format, find_format
 from .shards import Shards, check_same, read_json, some, write_json
@@ -34,7 +35,8 @@ class Checkpoint:
     Attributes:
         path: Its directory.
         model_config: config.json.
-        quantization_config: The quantization config as it stands in the file.
+        quantization_config: The quantization config as it stands in the file; auto-round's own after
+            `plain_config`.
         declared: What it declares.
         layers: Every quantized layer by name, in the order of the files.
         other_names: Names of all tensors that belong to no quantized layer; biases belong to their layer.
@@ -208,7 +210,7 @@ def public_name(name: object) -> str:
 def read_quantization_config(path: Path, model_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return quantization_config of config.json, or quantize_config.json; where both are there, they must agree.
 
-    Empty where there is neither.
+    Empty where there is neither. auto-round's own is put in other programs' terms.
     """
     inside = model_config.get("quantization_config")
     beside = read_json(path / "quantize_config.json") if (path / "quantize_config.json").exists() else None
@@ -221,7 +223,12 @@ def read_quantization_config(path: Path, model_config: Mapping[str, Any]) -> dic
                     f"{path}: config.json says {key} {inside[key]!r} but quantize_config.json says {beside[key]!r}; "
                     "correct the wrong one"
                 )
-    return {**(beside or {}), **(inside or {})}
+    return plain_config({**(beside or {}), **(inside or {})}, str(path))
+
+
+def lasting_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a quantization config without what is true of the files only that it was read from."""
+    return {key: value for key, value in values.items() if key not in ("model_file_base_name", PACKING)}
 
 
 def _published(value: Any) -> Any:

@@ -14,8 +14,9 @@ from ..errors import CheckpointError, ConfigError, ConversionError, ShapeError
 from ..hub import fetch
 from ..quantizer.config import BITS, QuantizeConfig
 from ..settings import bytes_of
+from .autoround import PACKING
 from .card import write_card
-from .checkpoint import REPORT, Checkpoint, check_written, matrices, open_checkpoint, write_report
+from .checkpoint import REPORT, Checkpoint, check_written, lasting_config, matrices, open_checkpoint, write_report
 from .files import copy_beside, read_tokenizer
 from .formats import FORMATS, LayerSpec, find_format
 from .shards import MAX_SHARD_BYTES, check_same, read_json, same_bits, write_json, write_shards
@@ -58,7 +59,7 @@ def convert(
         raise ConversionError(f"{source} is a file by itself; folders that gptqkit wrote are converted")
     check_apart(source, target)
     checkpoint = open_checkpoint(source)
-    if checkpoint.declared.format == format:
+    if checkpoint.declared.format == format and PACKING not in checkpoint.quantization_config:
         raise ConversionError(f"{source} is {format} already; there is nothing to convert")
     _check(checkpoint, format)
     layout = find_format(format)
@@ -86,7 +87,8 @@ def fill(
     directory: Path, source: Path, tensors: Iterable[tuple[str, Tensor]], shard_size: int = MAX_SHARD_BYTES
 ) -> None:
     """Write tensors into a new directory, and copy what stands beside the weights in `source`."""
-    copy_beside(source, directory, leave=(".safetensors", ".safetensors.index.json", ".gguf"))
+    weights = (".safetensors", ".safetensors.index.json", ".gguf")
+    copy_beside(source, directory, leave=(*weights, "quantization_config.json"))  # auto-round's copy of a part
     write_shards(directory, tensors, shard_size)
 
 
@@ -132,8 +134,7 @@ def _tensors(checkpoint: Checkpoint, format: str, layers: dict[str, LayerSpec]) 
 
 def write_quantization_config(directory: Path, values: Mapping[str, Any], format: str) -> None:
     """Write the quantization config where the directory has one, in config.json or beside it; else in config.json."""
-    # AutoGPTQ would look for the file of that name; the new one has another.
-    values = {key: value for key, value in values.items() if key != "model_file_base_name"}
+    values = lasting_config(values)
     meta = values.get("meta")
     if isinstance(meta, dict) and isinstance(meta.get("gptqkit"), dict):
         values = {**values, "meta": {**meta, "gptqkit": {**meta["gptqkit"], "format": format}}}
@@ -170,7 +171,7 @@ def _quantization_config(
             config = QuantizeConfig.from_dict(asked)
     write, floats = find_format(format).write_config, matrices(checkpoint.other_names, checkpoint.tensors)
     values = write(dataclasses.replace(config, format=format, type=None), layers, floats)
-    if write == checkpoint.format.write_config:  # then what only the source says stays
+    if write == checkpoint.format.write_config and PACKING not in before:  # then what only the source says stays
         old = write(dataclasses.replace(config, format=declared.format, type=None), layers, floats)
         return before | {key: value for key, value in values.items() if key != "meta" and value != old[key]}
     if not isinstance(asked, dict):

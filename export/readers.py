@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
+from .autoround import PACKING
 from .formats import READERS, Declared, LayerSpec
 from .modules import FUSED, list_of_names, outside_blocks
 from .shards import some
@@ -122,9 +123,11 @@ def _common_rules(facts: Facts) -> Rules:
     untried = [name for name in architectures if not name.endswith("ForCausalLM")]
     experts = any(".experts." in name for name in layers) and format_ not in ("gptq", "gptq_v2")
     unlike, headless = _unlike(layers, facts.skipped), _outside(layers) and model.get("tie_word_embeddings")
+    packed = facts.quantization_config.get(PACKING)
     elsewhere = "reads GGUF only; quantize with --type, or convert symmetric grids to gguf"
     return [
         (OTHERS, untried, f"was tried with causal language models only, not with {_listed(untried)}"),
+        (OTHERS, packed, f"was not tried with auto-round's own files; convert to {format_}"),
         (OTHERS, experts, "was not tried with mixtures of experts in this format"),
         (SERVERS, unlike, f"needs the parts of {unlike} quantized alike; give them the same settings"),
         (

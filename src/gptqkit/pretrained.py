@@ -13,6 +13,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import quantization_config as theirs
 
 from .errors import CheckpointError, ConfigError
+from .export.autoround import plain_config
 from .export.formats import declared_format
 from .kernels.backends import check_backend
 
@@ -43,7 +44,7 @@ class _Kept:
         ours: Any = super()
         if values["quant_method"] != "gptq":
             try:
-                declared_format(values, "config.json")
+                declared_format(plain_config(values, "config.json"), "config.json")
             except CheckpointError:
                 original: Any = next(kind for kind in cls.__mro__ if kind.__module__ == theirs.__name__)
                 return original.from_dict(values, **options)
@@ -63,7 +64,16 @@ class CompressedTensorsConfig(_Kept, theirs.CompressedTensorsConfig):  # type: i
     pass
 
 
-CONFIGS = {"gptq": GPTQConfig, "awq": AwqConfig, "compressed-tensors": CompressedTensorsConfig}
+class AutoRoundConfig(_Kept, theirs.AutoRoundConfig):  # type: ignore[misc]  # noqa: D101
+    pass
+
+
+CONFIGS = {
+    "gptq": GPTQConfig,
+    "awq": AwqConfig,
+    "compressed-tensors": CompressedTensorsConfig,
+    "auto-round": AutoRoundConfig,
+}
 
 
 def quantizer_maker(original: Any) -> Any:

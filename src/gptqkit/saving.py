@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from .architecture import empty_model, explain, read_config
 from .errors import CheckpointError, ConfigError
-from .export.checkpoint import Checkpoint, open_checkpoint, write_configs
+from .export.checkpoint import Checkpoint, lasting_config, open_checkpoint, write_configs
 from .export.names import StoredNames
 from .export.shards import MAX_SHARD_BYTES, same_bits, some, write_shards
 from .kernels.linear import QuantLinear
@@ -137,9 +137,7 @@ def _write_configs(model: Any, checkpoint: Checkpoint, directory: Path) -> None:
     own = {"dtype": stored.get("dtype") or stored.get("torch_dtype"), "architectures": stored.get("architectures")}
     config |= {key: value for key, value in own.items() if value}
     generation = json.loads(model.generation_config.to_json_string()) if model.can_generate() else None
-    quantization = {**checkpoint.quantization_config}
-    quantization.pop("model_file_base_name", None)  # AutoGPTQ's name of a file that is called otherwise now
-    write_configs(directory, quantization, config, generation, None)
+    write_configs(directory, lasting_config(checkpoint.quantization_config), config, generation, None)
 
 
 def _check_defaults(options: dict[str, Any]) -> None:

