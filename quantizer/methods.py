@@ -98,9 +98,14 @@ def needs_calibration(config: Any) -> bool:
     return bool(find_method(config.method).needs or learned)
 
 
+def needs_cross(config: Any) -> bool:
+    """Whether they ask for C, which pairs what a Linear receives with what it receives in the float model."""
+    return "cross" in find_method(config.method).needs
+
+
 def pairs_models(config: Any) -> bool:
     """Whether they compare the quantized model's hidden states with the float model's."""
-    return "cross" in find_method(config.method).needs or config.learn_iterations > 0
+    return needs_cross(config) or config.learn_iterations > 0
 
 
 def find_method(name: str) -> Method:

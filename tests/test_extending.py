@@ -184,3 +184,25 @@ def test_a_method_is_one_function_and_one_entry(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.parser().parse_args(["quantize", "--help"])
     assert "--method {rtn,gptq,gptaq,qep,dummy}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("learn_iterations", [0, 2])
+@pytest.mark.parametrize("needs", [{"hessian"}, {"hessian", "cross"}])
+def test_a_method_is_given_what_it_needs_and_nothing_else(needs, learn_iterations, monkeypatch, tmp_path):
+    """Of both models' inputs, too: learning, which compares them, asks for no more."""
+    given = []
+
+    def solve(weight, moments, config, snap):
+        given.append(moments.cross)
+        return solve_gptq(weight, moments, config, snap)
+
+    file = ModuleType("gptqkit.quantizer.dummy")
+    file.METHOD = Method(solve=solve, needs=frozenset(needs))
+    monkeypatch.setitem(sys.modules, file.__name__, file)
+    monkeypatch.setitem(METHODS, "dummy", "quantizer.dummy:METHOD")
+    settings = {"method": "dummy", "group_size": 32, "learn_iterations": learn_iterations, "lm_head": True}
+    text = gptqkit.Calibration(samples().input_ids, sequence_length=24)
+    report = gptqkit.quantize(build("qwen2"), text, tmp_path / "out", gptqkit.QuantizeConfig(**settings)).report
+    assert len(given) == len(report.modules) == 15
+    assert all((cross is not None) == ("cross" in needs) for cross in given)
+    assert len(report.blocks) == (2 if learn_iterations else 0)

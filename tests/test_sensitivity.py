@@ -92,8 +92,10 @@ def test_a_size_is_kept_and_used(tmp_path, name, dtype, format_):
     assert target - 0.1 * (wide - narrow) < found <= target
     again = quantize(model, tmp_path / "out", samples(16), **settings, target_size=target, run={"resume": True})
     assert again.report.config.target_size == target
+    steps = []
     with pytest.raises(ConfigError, match=r"target_size is 1.00 KiB, but the smallest widths make \d+"):
-        size("small", target_size=1024)
+        size("small", target_size=1024, progress=steps.append)
+    assert not steps
 
 
 def test_chosen_bits_lose_less_than_the_same_for_all(tmp_path):
@@ -121,7 +123,7 @@ def test_what_cannot_be_chosen(tmp_path):
     with pytest.raises(ConfigError, match="target_bits"):
         QuantizeConfig(target_bits=1.5)
     with pytest.raises(ConfigError, match=r"target_bits is 2\.4, but the smallest widths make 2\.563 on average; give"):
-        quantize(build("qwen2"), tmp_path / "out", samples(8), target_bits=2.4)
+        quantize(build("qwen2"), tmp_path / "out", samples(8), target_bits=2.4, progress=lambda _: pytest.fail("began"))
     least = quantize(build("qwen2"), tmp_path / "least", samples(8), target_bits=2.563).report.modules
     assert {module.bits for module in least} == {2}
     with pytest.raises(ConfigError, match="leave one out"):

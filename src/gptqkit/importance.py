@@ -44,7 +44,7 @@ def squared_inputs(
     total = sum(map(len, targets))
     for layer, streams in float_blocks(model, samples, processes, run):
         pools: dict[Group, InputStatistics] = {}
-        for portion in portions(streams.trace(layer, targets[layer]), paired=False):
+        for portion in portions(streams.trace(layer, targets[layer]), cross=False):
             for measured in streams.collect(layer, portion, pools, None):
                 for target in measured.targets:
                     tokens, squares = 0, torch.zeros(target.shape[1])

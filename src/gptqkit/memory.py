@@ -41,7 +41,7 @@ from .loading import choose_device
 from .model import EmptyModel, open_empty
 from .pipeline import PROBE
 from .quantizer.config import QuantizeConfig
-from .quantizer.methods import needs_calibration, pairs_models
+from .quantizer.methods import needs_calibration, needs_cross, pairs_models
 from .run import LARGEST_BATCH, Run
 from .settings import settings_of
 from .subsets import STATISTICS_BYTES, statistics_bytes
@@ -177,7 +177,7 @@ def estimate(
     parts = [*targets, [head] if head else []]
     every = [target for part in parts for target in part]
     dtype = torch.float32 if on_cpu else stored
-    paired = bool(shape) and pairs_models(config)
+    paired, cross = (bool(shape) and needs(config) for needs in (pairs_models, needs_cross))
     samples, length = shape or PROBE.input_ids.shape
     tokens = min(run.batch_size or LARGEST_BATCH, samples) * (length // 2 + 1 if has_two_stacks(model) else length)
     width = model.config.get_text_config().hidden_size * dtype.itemsize
@@ -186,11 +186,11 @@ def estimate(
     source = _bytes(model, stored)
     output = sum(checkpoint_bytes(model, every, config)) if config.target_size is None else config.target_size
     block = max(_bytes(each, dtype) for each in blocks)
-    statistics = max(_pass_bytes(part, paired) for part in parts) if shape else 0
+    statistics = max(_pass_bytes(part, cross) for part in parts) if shape else 0
     # A block at its widest, hidden states before and after it, and what its Linears receive in the other model.
     widest = max((sum(target.shape) for part in targets for target in part), default=0)
     forward = round(tokens * (2 * width + 2.5 * widest * dtype.itemsize) * (1 + paired / 2))
-    solver = max(_solver_bytes(target, paired, calibrated=shape is not None) for target in every)
+    solver = max(_solver_bytes(target, cross, calibrated=shape is not None) for target in every)
     learning = _learning_bytes(model, parts, config, dtype, (samples, length))
     work = {
         "one block": block * (1 + paired),
@@ -295,26 +295,26 @@ def _packed_bytes(target: Target) -> int:
     return find_format(target.config.format).nbytes(target.spec)
 
 
-def _pass_bytes(targets: list[Target], paired: bool) -> int:
+def _pass_bytes(targets: list[Target], cross: bool) -> int:
     """Return what the statistics of one pass take: of the widest input, or of all experts up to the limit."""
     widest, of_experts = 0, Counter[tuple[str, str]]()
     for target in targets:
-        size = statistics_bytes(target, paired=paired)
+        size = statistics_bytes(target, cross=cross)
         widest = max(widest, size)
         if target.experts is not None:
             of_experts[target.experts, target.inner.rpartition(".")[2]] += size
     return max(widest, min(max(of_experts.values(), default=0), STATISTICS_BYTES))
 
 
-def _solver_bytes(target: Target, paired: bool, *, calibrated: bool) -> int:
+def _solver_bytes(target: Target, cross: bool, *, calibrated: bool) -> int:
     """Return what solving one Linear takes beside its statistics."""
     (n, k), s = target.shape, 8 if target.config.float64 else 4
     if not calibrated:
         return 12 * n * k
-    moments = 4 * k * k * (1 + paired) + 4 * n * k
-    factor = s * n * k + s * k * k * (3 + paired)
-    sweep = s * n * k * (4 + paired) + s * k * k * (1 + paired) + n * k
-    refined = 9 * s * n * k + s * k * k * (2 + paired) if target.config.refine_rounds else 0
+    moments = 4 * k * k * (1 + cross) + 4 * n * k
+    factor = s * n * k + s * k * k * (3 + cross)
+    sweep = s * n * k * (4 + cross) + s * k * k * (1 + cross) + n * k
+    refined = 9 * s * n * k + s * k * k * (2 + cross) if target.config.refine_rounds else 0
     return moments + max(factor, sweep, refined)
 
 

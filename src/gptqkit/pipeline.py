@@ -29,7 +29,7 @@ from .learning import learn_block
 from .model import FloatModel
 from .progress import Progress, ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
-from .quantizer.methods import Solution, pairs_models
+from .quantizer.methods import Solution, needs_cross, pairs_models
 from .quantizer.quantized import QuantizedWeight
 from .report import BlockReport, ModuleReport, QuantizationReport, TuningReport
 from .run import LARGEST_BATCH, Run
@@ -77,7 +77,7 @@ class Pipeline:
         self._strict, self._told = run.strict, set[str]()
         self._tell(misfits(self.targets, self.left, config))
         self.calibrated = samples is not None
-        self.paired = self.calibrated and pairs_models(config)
+        self.paired, self.cross = (self.calibrated and needs(config) for needs in (pairs_models, needs_cross))
         samples, size = samples or PROBE, run.batch_size or LARGEST_BATCH
         mine = processes.share(len(samples.input_ids), size)
         self.batches = Batches(samples, parts_of(samples, model.model), mine, size, self.device)
@@ -101,7 +101,8 @@ class Pipeline:
         layers, finished = len(self.model.blocks), len(self.job.records)
         if finished == layers + (self.head is not None):
             return
-        streams = Streams(self.model, self.batches, self.processes, paired=self.paired, skip=self.config.skip_nonfinite)
+        how = {"paired": self.paired, "cross": self.cross, "skip": self.config.skip_nonfinite}
+        streams = Streams(self.model, self.batches, self.processes, **how)
         with self.model.outside(self.device, self.dtype):
             for layer in range(streams.begin(self.job, self.dtype, self.place), layers):
                 streams.enter(layer)
@@ -188,8 +189,8 @@ class Pipeline:
         for together in [[group] for group in groups] if self.config.true_sequential else [groups]:
             now: dict[str, Solution] = {}
             pools: dict[Group, InputStatistics] = {}
-            for portion in portions(together, paired=self.paired):
-                found, rows = self._solve(streams.collect(layer, portion, pools, twin), layer)
+            for portion in portions(together, cross=self.cross):
+                found, rows = self._solve(streams.collect(layer, portion, pools, twin if self.cross else None), layer)
                 now |= found
                 reports += rows
             self._install({name: solution.weight for name, solution in now.items()})
@@ -229,7 +230,7 @@ class Pipeline:
         if solved.errors:
             whole, *lost = solved.errors
             error, rounding_error = (math.sqrt(part / whole) if whole > 0 else 0.0 for part in lost)
-        unpaired = self.paired and statistics is not None and not statistics.paired
+        unpaired = self.cross and statistics is not None and not statistics.paired
         return ModuleReport(
             name=target.name,
             layer=layer,

@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from .quantizer.gptq import solve_gptq
 from .run import Run
 from .solving import naming
 from .streams import Streams
-from .subsets import Group, portions
+from .subsets import portions
 from .targets import Target, find_head, find_targets, matrix, misfits, refuse
 from .units import size_text
 from .walking import float_blocks
@@ -35,6 +35,7 @@ _LOG = logging.getLogger("gptqkit")
 SAMPLES = 4  # on which a block shows what an error inside it does to its output
 ROWS = 1024  # of a Linear, evenly spaced, that show what a candidate loses beside others
 SMALLEST_GROUP = 32
+_Way: TypeAlias = tuple[int, int | None]  # bits, and columns per group
 PLAIN: Mapping[str, Any] = {"grid": "mse", "refine_rounds": 0, "learn_iterations": 0}  # better ones choose alike
 
 
@@ -111,12 +112,17 @@ def sensitivities(
     head = find_head(source.model, config)
     every = [target for own in [*targets, [head] if head else []] for target in own]
     whole = sum(checkpoint_bytes(source.model, every, config))  # later, they are not tied, nor in their dtype
+    if config.chooses_bits:  # a target that is out of reach shows before any work
+        free = [each for own in targets for each in own if not _is_given(each, config)]
+        lossless = {each.name: _candidates([each], dict.fromkeys(_ways([each]), 0.0), config) for each in free}
+        _budget(whole, free, lossless, config)
     parts: dict[str, list[Candidate]] = {}
     members: dict[str, list[Target]] = {}
     for layer, streams in float_blocks(source, samples, processes, run, skip=config.skip_nonfinite):
-        for group, candidates in _measured(layer, targets[layer], streams, config):
-            name = group.subsets[0][0].name
-            parts[name], members[name] = candidates, [each for subset in group.subsets for each in subset]
+        for own, lost in _measured(layer, targets[layer], streams, config):
+            stored = 8 * streams.model.dtype.itemsize * sum(each.weights for each in own)
+            plain = Candidate(bits=None, group_size=None, size=stored, loss=0.0)
+            parts[own[0].name], members[own[0].name] = [*_candidates(own, lost, config), plain], own
         if processes.rank == 0:
             progress(Progress(stage="choose bits", done=layer + 1, total=len(targets), layer=layer))
     return parts, members, whole
@@ -155,17 +161,16 @@ def _budget(
 
 def _measured(
     layer: int, targets: list[Target], streams: Streams, config: QuantizeConfig
-) -> Iterator[tuple[Group, list[Candidate]]]:
-    """Yield the parts of a block whose bits are not given, with their candidates."""
-    block, stored = streams.model.blocks[layer], streams.model.dtype
-    given = [target for target in targets if any(re.search(pattern, target.name) for pattern in config.overrides)]
-    for group in streams.trace(layer, [target for target in targets if target not in given]):
+) -> Iterator[tuple[list[Target], dict[_Way, float]]]:
+    """Yield the parts of a block whose bits are not given, with what they lose in every way that they can be kept."""
+    block = streams.model.blocks[layer]
+    for group in streams.trace(layer, [target for target in targets if not _is_given(target, config)]):
         members = [target for subset in group.subsets for target in subset]
         ways = _ways(members)
         probe = min(ways, key=lambda way: (abs(way[0] - config.bits), way[0]))
         lost, rounded = dict.fromkeys(ways, 0.0), dict[str, Tensor]()
         pools: dict[Any, Any] = {}
-        for portion in portions([group], paired=False):
+        for portion in portions([group], cross=False):
             for one in streams.collect(layer, portion, pools, None):
                 for size in dict.fromkeys(size for _, size in ways):
                     moments = one.moments()  # with the factor for groups of this size
@@ -182,20 +187,27 @@ def _measured(
                                     rounded[target.inner] = whole.weight.dequantize()
         effect = streams.processes.gather(_effect(layer, rounded, streams))[0]
         scale = effect / lost[probe] if lost[probe] else 0.0
-        candidates = [
-            Candidate(
-                bits=bits,
-                group_size=size,
-                size=sum(_size(_kept(each, bits, size), config) for each in members),
-                loss=scale * lost[bits, size],
-            )
-            for bits, size in ways
-        ]
-        plain = 8 * stored.itemsize * sum(each.weights for each in members)
-        yield group, [*candidates, Candidate(bits=None, group_size=None, size=plain, loss=0.0)]
+        yield members, {way: scale * loss for way, loss in lost.items()}
 
 
-def _ways(members: Sequence[Target]) -> list[tuple[int, int | None]]:
+def _is_given(target: Target, config: QuantizeConfig) -> bool:
+    return any(re.search(pattern, target.name) for pattern in config.overrides)
+
+
+def _candidates(members: Sequence[Target], lost: Mapping[_Way, float], config: QuantizeConfig) -> list[Candidate]:
+    """Return the ways of keeping a part quantized."""
+    return [
+        Candidate(
+            bits=bits,
+            group_size=size,
+            size=sum(_size(_kept(each, bits, size), config) for each in members),
+            loss=loss,
+        )
+        for (bits, size), loss in lost.items()
+    ]
+
+
+def _ways(members: Sequence[Target]) -> list[_Way]:
     """Return the bits and group sizes that all Linears of a part can have, the group size asked for first."""
     asked = size = members[0].config.group_size
     sizes = [asked]

@@ -74,15 +74,19 @@ class Stack:
 class Streams:
     """The hidden states of the quantized model and, for methods that pair them, of the float model.
 
-    What stands outside the blocks of `model` is there. With `skip`, samples with non-finite activations are left out.
+    What stands outside the blocks of `model` is there. With `cross`, statistics pair both models. With `skip`, samples
+    with non-finite activations are left out.
 
     Attributes:
         caches: "hidden" and "float": what enters the next block; of an encoder that is done, what left it (`ENCODED`).
         handed: By the same names, what the block before hands on beside, if it does.
     """
 
-    def __init__(self, model: FloatModel, batches: Batches, processes: Processes, *, paired: bool, skip: bool) -> None:
-        self.model, self.batches, self.processes, self.paired, self.skip = model, batches, processes, paired, skip
+    def __init__(
+        self, model: FloatModel, batches: Batches, processes: Processes, *, paired: bool, cross: bool, skip: bool
+    ) -> None:
+        self.model, self.batches, self.processes = model, batches, processes
+        self.paired, self.cross, self.skip = paired, cross, skip
         self.caches: dict[str, ActivationCache] = {}
         self.handed: dict[str, Handed] = {}
         self._stacks: list[Stack] = []
@@ -215,7 +219,7 @@ class Streams:
             layer: Number of the block.
             portion: The subsets, each with its group.
             pools: What all experts of a group receive, by group; the first portion of a group adds its own.
-            twin: The block with its float weights, where streams are paired.
+            twin: The block with its float weights, where statistics are to pair both models.
         """
         into: dict[str, InputStatistics] = {}  # by the name of the first of a subset
         leaders: dict[str, tuple[Target, bool]] = {}
@@ -246,7 +250,7 @@ class Streams:
 
     def collect_head(self, head: Target) -> Measured:
         """Run all samples once, and sum up what the output layer receives."""
-        statistics = InputStatistics(head.shape[1], self.batches.device, cross=self.paired)
+        statistics = InputStatistics(head.shape[1], self.batches.device, cross=self.cross)
         self.batches.stack, self.batches.across = len(self._stacks) - 1, False
         for batch in self.batches:
             streams = self.batches.attempt(batch, self._head_inputs)
@@ -334,8 +338,7 @@ class Streams:
         tensors, after = self.batches.tensors(batch), len(model.blocks)
         return [
             head_input(model.model, model.blocks, tensors, self._before(batch, after, stream), head)
-            for stream in ("hidden", "float")
-            if stream in self.caches
+            for stream in ("hidden", "float")[: 1 + self.cross]
         ]
 
     def _cache(self, stack: Stack, file: Path) -> ActivationCache:
@@ -410,7 +413,7 @@ class Streams:
 
         Experts that are modules of their own choose other tokens in the float model: nothing pairs them.
         """
-        paired = self.paired and (target.expert is not None or not group.routed)
+        paired = self.cross and (target.expert is not None or not group.routed)
         return InputStatistics(target.shape[1], self.batches.device, cross=paired)
 
 

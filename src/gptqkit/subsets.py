@@ -61,16 +61,16 @@ def group_subsets(targets: Sequence[Target], found: Iterable[tuple[Sequence[str]
     ]
 
 
-def portions(groups: Iterable[Group], *, paired: bool) -> Iterator[list[tuple[Group, Subset]]]:
+def portions(groups: Iterable[Group], *, cross: bool) -> Iterator[list[tuple[Group, Subset]]]:
     """Yield all subsets in as few portions as keep the statistics of each within STATISTICS_BYTES, with their groups.
 
-    Those of a subset are H, and C where streams are `paired`, in float32. A portion has one subset at least.
+    Those of a subset are H, and with `cross` C, in float32. A portion has one subset at least.
     """
     portion: list[tuple[Group, Subset]] = []
     used = 0
     for group in groups:
         for subset in group.subsets:
-            size = statistics_bytes(subset[0], paired=paired)
+            size = statistics_bytes(subset[0], cross=cross)
             if portion and used + size > STATISTICS_BYTES:
                 yield portion
                 portion, used = [], 0
@@ -80,9 +80,9 @@ def portions(groups: Iterable[Group], *, paired: bool) -> Iterator[list[tuple[Gr
         yield portion
 
 
-def statistics_bytes(target: Target, *, paired: bool) -> int:
-    """Return what H of a Linear's inputs takes, and C where streams are paired."""
-    return 4 * (1 + paired) * target.shape[1] ** 2
+def statistics_bytes(target: Target, *, cross: bool) -> int:
+    """Return what H of a Linear's inputs takes, and with `cross` C."""
+    return 4 * (1 + cross) * target.shape[1] ** 2
 
 
 def _pattern(name: str) -> str:

@@ -30,7 +30,7 @@ def float_blocks(
     mine = processes.share(len(samples.input_ids), size)
     batches = Batches(samples, parts_of(samples, model.model), mine, size, processes.device)
     dtype = torch.float32 if processes.device.type == "cpu" else model.dtype  # as the pipeline
-    streams = Streams(model, batches, processes, paired=False, skip=skip)
+    streams = Streams(model, batches, processes, paired=False, cross=False, skip=skip)
     place = "memory" if run.activations == "auto" else run.activations
     with TemporaryDirectory(prefix="gptqkit-") as folder, model.outside(processes.device, dtype):
         streams.begin(Scratch(Path(folder), processes), dtype, place)
