@@ -240,10 +240,8 @@ class QuantizeConfig:
         if self.desc_act and not self.static_groups:
             raise ConfigError("GGUF has no index of groups; set static_groups beside desc_act, or leave desc_act out")
         usual = {field.name: field.default for field in dataclasses.fields(self)}
+        check_given(name, {key: value for key, value in vars(self).items() if value != usual[key]})
         for key, value in {"format": "gguf", **grid_settings(name)}.items():
-            given = getattr(self, key)
-            if given not in (value, usual[key]):
-                raise ConfigError(f"{key} is {given}, but the type {name} makes it {value}; leave it out")
             object.__setattr__(self, key, value)
 
     def to_dict(self) -> dict[str, Any]:
@@ -258,6 +256,13 @@ class QuantizeConfig:
             ConfigError: A key that is no setting, or a bad value.
         """
         return settings_of(cls, values)
+
+
+def check_given(kind: str, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError where settings that were given are not what a type of GGUF makes them."""
+    for key, value in {"format": "gguf", **grid_settings(kind)}.items():
+        if given.get(key, value) != value:
+            raise ConfigError(f"{key} is {given[key]}, but the type {kind} makes it {value}; leave it out")
 
 
 def _check_bits(bits: int) -> None:

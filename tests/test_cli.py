@@ -155,6 +155,8 @@ def test_settings_that_are_typed_in_a_form_of_their_own(settings):
         "inspect out --tensor-parallel two",
         "recommend model --memory 8GB",
         "recommend model --for vllm --memory lots",
+        "plan model --type Q8_0 --bits 4",
+        "plan model --type Q4_K_M --group-size 128",
     ],
 )
 def test_usage_errors_are_two_lines_and_2(typed, capsys):

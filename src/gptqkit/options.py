@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from .calibration.config import Calibration
 from .errors import ConfigError
-from .quantizer.config import ModuleOverride, QuantizeConfig
+from .quantizer.config import ModuleOverride, QuantizeConfig, check_given
 from .run import Run
 from .settings import did_you_mean
 from .units import parse_size, size_text
@@ -102,6 +102,8 @@ def from_options(arguments: argparse.Namespace, kind: type[T], **more: Any) -> T
     names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     given = {name: value for name, value in vars(arguments).items() if name in names}
     try:
+        if "type" in given:  # the dataclass cannot tell a default from the same value given
+            check_given(given["type"], given)
         return kind(**{**given, **more})
     except ConfigError as error:
         Parser(prog=f"gptqkit {arguments.command}").error(str(error))
