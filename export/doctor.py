@@ -94,7 +94,9 @@ class _Case:
             self.damage.append(Damage(what=what, layers=len(layers), example=layers[0], repair=repair))
 
 
-def doctor(checkpoint: Path | str, out: Path | str | None = None, *, format: str | None = None) -> Diagnosis:
+def doctor(
+    checkpoint: Path | str, out: Path | str | None = None, *, format: str | None = None, revision: str | None = None
+) -> Diagnosis:
     """Return the known damage of a checkpoint, a directory or an id on the Hub, and write a repaired one.
 
     Recognised are, in GPTQ's formats, zero points of another version than declared, 3-bit zeros of GPTQModel before 7.0
@@ -105,6 +107,7 @@ def doctor(checkpoint: Path | str, out: Path | str | None = None, *, format: str
         checkpoint: What to examine; it stays as it is.
         out: Directory to write, if there is damage and all of it can be repaired.
         format: Version that `out` is to have, "gptq" or "gptq_v2"; by default the one of the zero points.
+        revision: Branch, tag or commit of a checkpoint on the Hub.
 
     Raises:
         CheckpointError: No quantized checkpoint, or configs that cannot be read.
@@ -117,7 +120,7 @@ def doctor(checkpoint: Path | str, out: Path | str | None = None, *, format: str
     kinds = {file.suffix for file in (Path(checkpoint), *Path(checkpoint).glob("*"))}
     if ".gguf" in kinds and ".safetensors" not in kinds:
         raise ConversionError(f"{checkpoint} is GGUF, which is not examined; gptqkit inspect reads it")
-    source = fetch(checkpoint)
+    source = fetch(checkpoint, revision)
     if out is not None:
         check_apart(source, Path(out))
         check_target(Path(out), overwrite=False)

@@ -73,7 +73,7 @@ def test_an_id_may_stand_wherever_a_folder_may(hub, tmp_path):
     gptqkit.convert("org/small", tmp_path / "parts", format="gptq", shard_size=20000)
     files = list((tmp_path / "parts").glob("*.safetensors"))
     assert len(files) > 2
-    for call in (gptqkit.load, gptqkit.inspect):
+    for call in (gptqkit.load, gptqkit.inspect, gptqkit.doctor):
         with pytest.raises(DatasetUnavailableError, match=r"no such|does not give such a model at revision v9: 404 Cl"):
             call("org/small", revision="v9")
         with pytest.raises(ConfigError, match=r"revision is 'v1', but .*out is a folder here"):

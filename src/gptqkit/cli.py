@@ -183,6 +183,7 @@ def _add_readers(commands: Any) -> None:
     doctor.add_argument("out", metavar="OUT", nargs="?", type=Path, help="folder to write; new or empty")
     versions = "version of OUT (default: that of the zero points of CHECKPOINT)"
     doctor.add_argument("--format", choices=("gptq", "gptq_v2"), help=versions)
+    doctor.add_argument("--revision", metavar="NAME", help=REVISION)
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -366,7 +367,7 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
-    found = gptqkit.doctor(arguments.checkpoint, arguments.out, format=arguments.format)
+    found = gptqkit.doctor(arguments.checkpoint, arguments.out, format=arguments.format, revision=arguments.revision)
     lines = [*map(str, found.damage or ["no damage found"]), *(f"note: {note}" for note in found.notes)]
     lines += [f"written to {arguments.out}"] * found.written
     print(json.dumps(found.to_dict(), indent=2) if arguments.json else "\n".join(lines))
