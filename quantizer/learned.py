@@ -57,7 +57,8 @@ class LearnedWeight:
         gradient = gradient.reshape(self._position.shape)
         raw = (self._position + self._move).round_()
         codes = raw.clamp(0, self._top)
-        moves = gradient.sign().mul_(codes == raw)  # a code beyond the end of its grid moves nothing
+        moves = gradient.sign().mul_(self._scale.sign())  # GGUF's symmetric grids may have negative scales
+        moves *= codes == raw  # a code beyond the end of its grid moves nothing
         along = (gradient * codes.mul_(self._scale).add_(self._offset)).sum(-1, keepdim=True)
         self._move.sub_(moves, alpha=step).clamp_(-0.5, 0.5)
         if self._snap is not None:

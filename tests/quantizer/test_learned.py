@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gptqkit.errors import ShapeError
+from gptqkit.export.formats import find_snap
 from gptqkit.quantizer.config import QuantizeConfig
 from gptqkit.quantizer.learned import LearnedWeight, learn
 from gptqkit.quantizer.methods import Moments, find_method
@@ -61,6 +62,26 @@ def test_steps_are_signs_of_the_gradients_of_rounded_latents(settings):
     assert torch.equal(stored.scale, stored.scale.half().float())
     assert torch.allclose(stored.scale, its.scale * stretch.exp(), rtol=1e-3)
     assert torch.equal(stored.zero_point(), its.zero_point())
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q8_0", "q3_k", "q6_k"])
+def test_codes_on_negative_scales_go_down_the_gradients_too(kind):
+    """Rows of which the largest weight is positive have negative scales in GGUF's symmetric blocks."""
+    config = QuantizeConfig(type=kind, learn_iterations=1, quality="fast")
+    weight = torch.randn(ROWS, 256, generator=torch.Generator().manual_seed(0))
+    solution = find_method("gptq").solve(weight, Moments(hessian=torch.eye(256)), config, find_snap(config))
+    its, index = solution.weight, solution.weight.group_index.long()
+    assert 0.2 < float((its.scale < 0).float().mean()) < 0.8
+    moving, move = LearnedWeight(solution, None), torch.zeros(ROWS, 256, requires_grad=True)
+    position = (solution.latent - its.offset[:, index]) / its.scale[:, index]
+    codes = Rounded.apply(position + move).clamp(0, 2**its.bits - 1)
+    value = codes * its.scale[:, index] + its.offset[:, index]
+    by_value = torch.autograd.grad((value - weight).pow(4).sum(), value, retain_graph=True)[0]
+    (gradient,) = torch.autograd.grad((value - weight).pow(4).sum(), move)
+    moving.descend(by_value, 0.3, 0.0)
+    expected = (position - 0.3 * gradient.sign()).round().clamp(0, 2**its.bits - 1)
+    assert torch.equal(moving.stored().codes, expected.to(torch.uint8))
+    assert not torch.equal(moving.stored().codes, its.codes)
 
 
 @pytest.mark.parametrize("settings", [{"sym": False}, {"sym": True, "desc_act": True}, {"method": "rtn"}], ids=str)
