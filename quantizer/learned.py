@@ -79,10 +79,12 @@ class LearnedWeight:
 
 
 def stretched(weight: QuantizedWeight, stretch: Tensor, snap: Snap) -> QuantizedWeight:
-    """Return a weight with scales and offsets multiplied by exp(stretch), (out, groups), as a file can hold them."""
-    factor = stretch.exp()
-    scale, offset = snap(weight.scale * factor, None if weight.sym else weight.offset * factor, weight.bits)
-    return dataclasses.replace(weight, scale=scale, offset=offset)
+    """Return a weight with scales multiplied by exp(stretch), (out, groups), as a file can hold them.
+
+    Offsets follow: zero points stay, also where a scale is the least or the largest that there is.
+    """
+    scale, _ = snap(weight.scale * stretch.exp(), None, weight.bits)
+    return dataclasses.replace(weight, scale=scale, offset=weight.offset / weight.scale * scale)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

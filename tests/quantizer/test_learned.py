@@ -6,7 +6,7 @@ import torch
 from gptqkit.errors import ShapeError
 from gptqkit.export.formats import find_snap
 from gptqkit.quantizer.config import QuantizeConfig
-from gptqkit.quantizer.learned import LearnedWeight, learn
+from gptqkit.quantizer.learned import LearnedWeight, learn, stretched
 from gptqkit.quantizer.methods import Moments, find_method
 from support.solvers import snap_of
 
@@ -114,6 +114,22 @@ def test_the_loss_falls_or_nothing_changes(settings):
     assert uphill.after == uphill.before
     for part in ("codes", "scale", "offset"):
         assert torch.equal(getattr(uphill.weights["only"], part), getattr(start, part))
+
+
+@pytest.mark.parametrize("sym", [True, False])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+def test_zero_points_stay_where_float16_ends(sym, version):
+    """Small weights at 8 bits want smaller scales than there are: codes must not come to stand for other values."""
+    config = QuantizeConfig(method="rtn", bits=8, group_size=16, sym=sym, format=version)
+    small = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)) * 0.002
+    for weight, least, most in ((small, 0.95, 1.0), (small * 1e8, 1.0, 1.05), (small * 100, 0.95, 1.05)):
+        solved = find_method("rtn").solve(weight, None, config, snap_of(config)).weight
+        for factor in (least, 1.0, most):
+            found = stretched(solved, torch.full_like(solved.scale, factor).log(), snap_of(config))
+            assert torch.equal(found.zero_point(), solved.zero_point())
+            wanted = (solved.scale * factor).clamp(torch.finfo(torch.float16).tiny, torch.finfo(torch.float16).max)
+            assert torch.allclose(found.scale, wanted, rtol=2**-10, atol=0)
+            assert torch.equal(found.scale.half().float(), found.scale)
 
 
 def test_a_solution_without_its_latent_is_refused():
