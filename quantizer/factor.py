@@ -54,7 +54,7 @@ def factorize(
     """
     diagonal = hessian.diagonal().to(dtype)
     mean = diagonal.mean()
-    if not bool(torch.isfinite(mean)):
+    if not bool(hessian.sum().isfinite()):
         raise NonFiniteError("the Hessian holds NaN or infinity; check the calibration activations")
     if float(mean) == 0:  # no input ever arrived: every column is dead, and the sweep comes to plain rounding
         mean = torch.ones_like(mean)

@@ -67,7 +67,7 @@ def solve_gptq(weight: Tensor, moments: Moments | None, config: QuantizeConfig, 
         CalibrationError: There are no moments.
         ConfigError: `group_size` does not divide the columns.
         ShapeError: H does not fit W.
-        NonFiniteError: W or H holds NaN or infinity.
+        NonFiniteError: W, H or C holds NaN or infinity.
         SingularHessianError: H is not positive definite at the largest damping allowed.
     """
     alone = None if moments is None else dataclasses.replace(moments, cross=None)
@@ -173,6 +173,8 @@ def _prepare(
         factor = factorize(moments.hessian, order.permutation, damp, dtype, shrink)
         shift = None
         if moments.cross is not None:
+            if not bool(moments.cross.sum().isfinite()):
+                raise NonFiniteError("C holds NaN or infinity; check the calibration activations of both models")
             with full_float32():
                 in_order = moments.cross[order.permutation][:, order.permutation].to(dtype)
                 shift = (propagation if upfront else correction)(in_order, factor.upper, config.alpha)

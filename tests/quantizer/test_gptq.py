@@ -353,6 +353,16 @@ def test_bad_input_is_named():
         solve_gptq(weight, hessian[:16, :16], config())
     with pytest.raises(NonFiniteError, match="Hessian"):
         solve_gptq(weight, torch.full((32, 32), torch.nan), config())
+    for place in ((3, 4), (4, 3)):  # a factorization reads one triangle only
+        broken = hessian.clone()
+        broken[place] = torch.nan
+        with pytest.raises(NonFiniteError, match="Hessian"):
+            solve_gptq(weight, broken, config())
+    cross = torch.zeros(32, 32, dtype=torch.float64)
+    cross[3, 4] = torch.inf
+    for solve in (solve_gptaq, solve_qep):
+        with pytest.raises(NonFiniteError, match="C holds"):
+            solve(weight, hessian, cross, config())
     weight[0, 0] = torch.inf
     with pytest.raises(NonFiniteError, match="weight"):
         solve_gptq(weight, hessian, config())
