@@ -6,9 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gptqkit import QuantizeConfig, inspect, load
+from gptqkit import QuantizeConfig, Run, inspect, load
 from gptqkit.calibration.samples import Samples
+from gptqkit.distributed import Processes
 from gptqkit.errors import ConfigError, DoesNotFitError, NonFiniteError
+from gptqkit.model import FloatModel
+from gptqkit.progress import silent
+from gptqkit.sensitivity import sensitivities
 from support.models import build, overflowing, samples
 from support.pipeline import outputs, quantize, weights
 
@@ -144,6 +148,19 @@ def test_it_does_not_matter_where_a_sample_is_left_out(tmp_path):
         chosen.append({module.name: module.bits for module in report.modules})
     assert len(set(chosen[0].values())) > 1
     assert chosen[0] == chosen[1] == chosen[2]
+
+
+def test_padding_does_not_change_what_is_measured(tmp_path):
+    """Behind the tokens of a causal model it changes nothing that they see."""
+    build("qwen2").save_pretrained(tmp_path / "model")
+    tokens, config = samples(8).input_ids, QuantizeConfig(quality="fast", group_size=32, target_bits=4.0)
+    mask = torch.arange(60).expand(8, -1) < 24
+    losses = []
+    for given in (Samples(tokens), Samples(torch.where(mask, tokens.repeat(1, 3)[:, :60], 7), mask)):
+        alone = Processes(0, 1, torch.device("cpu"))
+        found = sensitivities(FloatModel(tmp_path / "model"), given, config, alone, Run(device="cpu"), silent)[0]
+        losses.append([candidate.loss for candidates in found.values() for candidate in candidates])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 def test_what_cannot_be_solved_meanwhile_is_named(tmp_path):

@@ -287,23 +287,35 @@ class Streams:
         with torch.no_grad():
             call, entered = self._call(batch, layer), self.caches["hidden"].read(batch)
             expected = self.caches[self._leaving("float", layer)].read(batch).float()
-            apart = ~self.batches.mask(batch, self.batches.stack)
-            shape = (len(batch), *[1] * (entered.dim() - 1))
-            entered = entered.masked_fill(apart.all(1).view(shape), 0)  # a sample that was left out may hold NaN
-            if expected.shape[-2] != apart.shape[1]:  # not a state per token
-                apart = apart.all(1, keepdim=True)
-            apart = apart.view(*shape[:-2], -1, 1)
+            left_out = ~self.batches.mask(batch, self.batches.stack).any(1)
+            entered = entered.masked_fill(left_out.view(-1, *[1] * (entered.dim() - 1)), 0)  # it may hold NaN
         states = self._run(call, entered.movedim(0, axis), self.model.blocks[layer]).movedim(axis, 0)
-        lost, whole = (each.masked_fill(apart, 0).square().sum() for each in (states.float() - expected, expected))
+        lost, whole = (self._of_tokens(each, batch).square().sum() for each in (states.float() - expected, expected))
         return lost, whole
 
+    def _of_tokens(self, states: Tensor, batch: range) -> Tensor:
+        """Return hidden states, samples first, with 0 for padding and samples left out."""
+        apart = ~self.batches.mask(batch, self.batches.stack)
+        if states.shape[-2] != apart.shape[1]:  # not a state per token
+            apart = apart.all(1, keepdim=True)
+        return states.masked_fill(apart.view(len(batch), *[1] * (states.dim() - 3), -1, 1), 0)
+
     def first_samples(self, layer: int, count: int = 1) -> Callable[[nn.Module], Tensor]:
-        """Return what runs block `layer`, or another in its place, on the first samples in a row that count."""
+        """Return what runs block `layer`, or another in its place, on the first samples in a row that count.
+
+        It returns hidden states, samples first, with 0 for padding.
+        """
         mine, counts = self.batches.mine, self.batches.counts
         start = next((sample for sample in mine if counts[sample]), mine.start)
         rest = range(start + 1, min(start + count, mine.stop))
         first = range(start, next((sample for sample in rest if not counts[sample]), rest.stop))
-        return partial(self._run, self._call(first, layer), self._read("hidden", first, layer))
+        call, hidden = self._call(first, layer), self._read("hidden", first, layer)
+
+        def run(block: nn.Module) -> Tensor:
+            states = self._run(call, hidden, block).movedim(self._stack(layer).axis, 0)
+            return self._of_tokens(states, first)
+
+        return run
 
     def _capture(
         self, batch: range, layer: int, leaders: Sequence[Target], twin: nn.Module | None
