@@ -81,6 +81,20 @@ def test_a_bar_stays_while_a_block_learns(monkeypatch):
     assert "\n" not in stream.getvalue().rstrip("\n")
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_work_goes_on_where_nothing_can_be_written(terminal):
+    class Full(io.StringIO):
+        def write(self, _):
+            raise OSError("No space left on device")
+
+        def isatty(self):
+            return terminal
+
+    with closing(ProgressDisplay(Full())) as display:
+        quantize_two_layers_and_a_head(display)
+        learn_two_layers(display)
+
+
 def test_an_unfinished_layer_is_told_when_the_work_ends():
     stream = io.StringIO()
     display = ProgressDisplay(stream)

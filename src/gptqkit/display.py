@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 from .progress import Progress
@@ -37,7 +38,15 @@ class ProgressDisplay:
         self._untold: list[Progress] = []  # steps of a layer, or of a tenth of another stage
 
     def __call__(self, step: Progress) -> None:
-        """Show `step`; a step of another stage closes the bar of the one before, unless a block learns meanwhile."""
+        """Show `step`; a step of another stage closes the bar of the one before, unless a block learns meanwhile.
+
+        Where nothing can be written, such as to a full disk or a closed pipe, the work goes on unseen.
+        """
+        with suppress(OSError):
+            self._show(step)
+
+    def _show(self, step: Progress) -> None:
+        """Show `step`."""
         if step.stage == "learn":
             self._learn(step)
             return
@@ -65,11 +74,11 @@ class ProgressDisplay:
 
     def close(self) -> None:
         """End the current bar or layer, if there is one."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-        self._tell()
-        self._stage = None
+        bar, self._bar, self._stage = self._bar, None, None
+        with suppress(OSError):
+            if bar is not None:
+                bar.close()
+            self._tell()
 
     def _learn(self, step: Progress) -> None:
         """Show how far the rounding of a block is learned: beside the bar, or in a line every minute and at the end."""
