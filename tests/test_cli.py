@@ -200,6 +200,24 @@ def test_sigterm_ends_a_command_like_ctrl_c():
     assert (done.returncode, done.stderr) == (130, "gptqkit: interrupted\n")
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interrupt_stays_one_where_compiled_code_makes_another_exception_of_it(name):
+    script = (
+        "import gptqkit, os, signal, sys\n"
+        "from gptqkit import cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def inspect(*_, **__):\n"
+        "    try:\n"
+        f"        os.kill(os.getpid(), signal.{name})\n"
+        "    except KeyboardInterrupt:\n"
+        "        raise ValueError('of a library') from None\n"
+        "gptqkit.inspect = inspect\n"
+        "sys.exit(cli.main(['inspect', 'folder']))\n"
+    )
+    done = run([sys.executable, "-c", script])
+    assert (done.returncode, done.stderr) == (130, "gptqkit: interrupted\n")
+
+
 @pytest.mark.parametrize(
     ("failure", "code", "line"),
     [

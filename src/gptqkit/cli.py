@@ -381,15 +381,33 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Let SIGTERM end a process like Ctrl-C; those of a launcher it ends at once, even while they wait for another."""
+    """Let SIGTERM end a process like Ctrl-C; those of a launcher it ends at once, even while they wait for another.
+
+    An interrupt stays one where compiled code, in which it came, makes another exception of it.
+    """
     if "WORLD_SIZE" in os.environ or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stopped = False
+
+    def stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
+        raise KeyboardInterrupt
+
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored, as in the background
+        numbers.append(signal.SIGINT)
+    before = [signal.signal(number, stop) for number in numbers]
     try:
         yield
+    except Exception as error:
+        if stopped:
+            raise KeyboardInterrupt from error
+        raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _log_to_stderr(verbose: bool) -> None:
