@@ -36,7 +36,7 @@ from .export.staging import check_target
 from .hub import push
 from .identity import check_agreement, differences, identity_of
 from .importance import squared_inputs
-from .job import Job, chosen_before, work_path
+from .job import Job, chosen_before, remove_ended, work_path
 from .loading import choose_device, load_tokenizer, open_tokenizer
 from .memory import estimate
 from .model import FloatModel
@@ -112,7 +112,7 @@ def quantize(
         UploadError: The checkpoint is complete, but the Hub did not take it.
         GptqkitError: Settings, text, model or files that do not fit; see `errors`.
     """
-    config, run, out = settings_of(QuantizeConfig, config or {}), settings_of(Run, run or {}), Path(out)
+    config, run, out = settings_of(QuantizeConfig, config or {}), settings_of(Run, run or {}), Path(out).absolute()
     calibration = _calibration(calibration, config)
     if not isinstance(model, (str, Path, PreTrainedModel)):
         raise ArchitectureError(f"model is a {type(model).__name__}; give a folder, an id, or a PreTrainedModel")
@@ -120,7 +120,8 @@ def quantize(
         with processes.together():
             source = FloatModel(path, trust_remote_code=run.trust_remote_code, revision=run.revision)
             seed = 0 if calibration is None else calibration.seed
-            done = _finished(out, config, source, seed) if run.resume and not run.overwrite else None
+            looks = run.resume and not run.overwrite and processes.rank == 0
+            done = _finished(out, config, source, seed) if looks else None
         if (done := processes.gather(done)[0]) is not None:
             _warn_unmeasured(done, out, evaluate_on)
             return QuantizeResult(done, out, _pushed(out, run, processes))
@@ -272,6 +273,7 @@ def _check_predicts(source: FloatModel, config: QuantizeConfig) -> None:
 
 def _finished(out: Path, config: QuantizeConfig, source: FloatModel, seed: int) -> QuantizationReport | None:
     """Return the report of a finished checkpoint of the same model and settings; None where there is none."""
+    remove_ended(out)
     if work_path(out).exists() or not (out / REPORT).exists():
         return None
     report = QuantizationReport.from_dict(read_json(out / REPORT))

@@ -122,13 +122,17 @@ class Job(Scratch):
     ) -> None:
         super().__init__(work_path(out), processes)
         self.out, self._overwrite, self._lock = out, overwrite, -1
-        with processes.together():
-            if processes.rank == 0:
-                self._open(json.loads(json.dumps(identity)), resume=resume)
-        with processes.together():
-            found = self._read() if processes.rank == 0 else ([], None)
-        self.records: list[dict[str, Any]]
-        self.records, self.states = processes.gather(found)[0]
+        try:
+            with processes.together():
+                if processes.rank == 0:
+                    self._open(json.loads(json.dumps(identity)), resume=resume)
+            with processes.together():
+                found = self._read() if processes.rank == 0 else ([], None)
+            self.records: list[dict[str, Any]]
+            self.records, self.states = processes.gather(found)[0]
+        except BaseException:  # Ctrl-C too: a notebook that goes on must not hold the lock
+            self._give_up()
+            raise
         self._start = self._saved = time.monotonic()
         self._before: float = self.records[-1]["seconds"] if self.records else 0.0
 
@@ -153,7 +157,7 @@ class Job(Scratch):
             again = isinstance(error, (OSError, MemoryError, RankError)) or not isinstance(error, GptqkitError)
             advice = "resume the job to go on from there" if again else "resumed, the job would fail again"
             _LOG.warning("%d finished blocks are kept in %s; %s", len(self.records), self.folder, advice)
-            os.close(self._lock)
+            self._unlock()
         else:
             self._discard()
 
@@ -214,26 +218,20 @@ class Job(Scratch):
 
     def _open(self, identity: Mapping[str, Any], *, resume: bool) -> None:
         """Make the work directory, or take it up."""
-        known, complete = (self.folder / name for name in ("job.json", "complete.json"))
+        known = self.folder / "job.json"
         remove_leftovers(Path(os.path.realpath(self.out)))
         if not self.folder.exists():
             check_target(self.out, overwrite=self._overwrite)
-        self._lock_it()
-        appeared = complete.exists() and not (self.folder / "checkpoint").exists()
-        unfinished = known.exists() and not appeared  # else one that was killed in its first or last steps
+        self._lock = _locked(self.folder)
+        unfinished = _is_unfinished(self.folder)
         environment = {"threads": torch.get_num_threads(), "processes": self._processes.size, **versions()}
         if not unfinished or (self._overwrite and not resume):
-            self._clear()
-            try:
-                check_target(self.out, overwrite=self._overwrite)
-            except BaseException:
-                self._discard()
-                raise
+            _clear(self.folder)
+            check_target(self.out, overwrite=self._overwrite)
             self._write_json(known.name, {"job": identity, "environment": environment})
             sync_directory(self.folder.parent)
             return
         if not resume:
-            os.close(self._lock)
             raise OutputExistsError(
                 f"{self.folder} holds an unfinished job for {self.out.name}; resume it (resume=True, --resume), or "
                 "delete that folder to start again"
@@ -241,7 +239,6 @@ class Job(Scratch):
         begun = self._read_json(known)
         different = differences(begun["job"], identity)
         if different:
-            os.close(self._lock)
             raise ResumeError(
                 f"the unfinished job in {self.folder} is another one: {some(different)}. Start with what it was "
                 "started with, or delete that folder to start again"
@@ -249,62 +246,34 @@ class Job(Scratch):
         elsewhere = differences(begun["environment"], environment)
         if elsewhere:
             _LOG.warning("resumed in another environment, so last bits may differ: %s", some(elsewhere))
-        for old in (complete, *self.folder.glob(".tmp??????")):  # the directory is made anew
+        for old in (self.folder / "complete.json", *self.folder.glob(".tmp??????")):  # the directory is made anew
             old.unlink(missing_ok=True)
         sync_directory(self.folder)
 
-    def _lock_it(self) -> None:
-        """Lock the work directory, made where it is not there, against all other processes.
+    def _unlock(self) -> None:
+        """Let other processes at the work directory."""
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
 
-        Raises:
-            ResumeError: Another process has locked it, or what stands there was not made by a job.
-        """
-        while True:
-            if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
-                raise ResumeError(f"{self.folder} is no folder, and jobs need one of their own there; remove it")
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                foreign = [entry.name for entry in self.folder.iterdir() if not _OWN.fullmatch(entry.name)]
-                if foreign:
-                    raise ResumeError(
-                        f"{self.folder} holds {some(foreign)}, which no job wrote; move that away, or choose another "
-                        "output"
-                    )
-                self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-            except (FileExistsError, FileNotFoundError):  # another process has just deleted the folder
-                continue
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                os.close(self._lock)
-                raise ResumeError(f"another process is at work in {self.folder}; wait for it, or stop it") from error
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(self._lock), (self.folder / "lock").stat()):
-                    return
-            os.close(self._lock)  # the lock of a job that was just deleted: nobody else would look at it
-
-    def _clear(self) -> None:
-        """Delete the job and all that it made, but for the lock."""
-        (self.folder / "job.json").unlink(missing_ok=True)  # from here on nobody resumes it
-        for entry in self.folder.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry, ignore_errors=True)
-            elif entry.name != "lock":
-                entry.unlink(missing_ok=True)
+    def _give_up(self) -> None:
+        """Let go of the work directory, and delete it where no job has begun in it."""
+        if self._lock >= 0 and not (self.folder / "job.json").exists():
+            self._discard()
+        self._unlock()
 
     def _discard(self) -> None:
         """Delete the work directory."""
-        self._clear()
-        (self.folder / "lock").unlink(missing_ok=True)
-        with suppress(OSError):  # another process has made its lock there by now
-            self.folder.rmdir()
-        os.close(self._lock)
-        self._lock = -1
+        _delete(self.folder)
+        self._unlock()
 
     def _read(self) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         """Read what finished blocks and saved hidden states there are, and check every file that they refer to."""
-        files = [*sorted(self.folder.glob("block-*.json")), *self.folder.glob("head.json")]
-        records, saved = [self._read_json(file) for file in files], self.folder / "states.json"
+        blocks, saved = sorted(self.folder.glob("block-*.json")), self.folder / "states.json"
+        for file, wanted in zip(blocks, (f"{self.stem(layer)}.json" for layer in range(len(blocks))), strict=True):
+            if str(file) != wanted:  # what cleans up old files took it
+                raise self._damaged(Path(wanted))
+        records = [self._read_json(file) for file in (*blocks, *self.folder.glob("head.json"))]
         states = self._read_json(saved) if saved.exists() else None
         expected_of = {name: expected for record in records for name, expected in record["digests"].items()}
         for of_stream in (states or {"files": {}})["files"].values():
@@ -316,8 +285,6 @@ class Job(Scratch):
         return records, states
 
     def _damaged(self, file: Path) -> ResumeError:
-        os.close(self._lock)
-        self._lock = -1
         return ResumeError(
             f"the unfinished job is damaged: {file}; delete {self.folder}, or start anew with --overwrite "
             "(overwrite=True)"
@@ -342,6 +309,80 @@ class Job(Scratch):
             os.fsync(file.fileno())
         temporary.rename(self.folder / name)
         sync_directory(self.folder)
+
+
+def remove_ended(out: Path) -> None:
+    """Remove the work directory for `out` that a job left which was killed in its first or last steps, if any."""
+    folder = work_path(out)
+    if not folder.is_dir() or _is_unfinished(folder):
+        return
+    with suppress(ResumeError):  # it is at work
+        lock = _locked(folder)
+        try:
+            if not _is_unfinished(folder):
+                _delete(folder)
+        finally:
+            os.close(lock)
+
+
+def _is_unfinished(folder: Path) -> bool:
+    """Whether there is anything to resume: no job that was killed in its first steps, or when its target was there."""
+    appeared = (folder / "complete.json").exists() and not (folder / "checkpoint").exists()
+    return (folder / "job.json").exists() and not appeared
+
+
+def _locked(folder: Path) -> int:
+    """Lock a work directory, made where it is not there, against all other processes; return the lock's descriptor.
+
+    Raises:
+        ResumeError: Another process has locked it, or what stands there was not made by a job.
+        OSError: It cannot be made or locked.
+    """
+    while True:
+        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+            raise ResumeError(f"{folder} is no folder, and jobs need one of their own there; remove it")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            foreign = [entry.name for entry in folder.iterdir() if not _OWN.fullmatch(entry.name)]
+            if foreign:
+                raise ResumeError(
+                    f"{folder} holds {some(foreign)}, which no job wrote; move that away, or choose another output"
+                )
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except (FileExistsError, FileNotFoundError):  # another process has just deleted the folder
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), (folder / "lock").stat()):
+                    return lock
+            os.close(lock)  # the lock of a job that was just deleted: nobody else would look at it
+        except OSError as error:
+            os.close(lock)
+            if isinstance(error, BlockingIOError):
+                raise ResumeError(f"another process is at work in {folder}; wait for it, or stop it") from error
+            if not (folder / "job.json").exists():
+                _delete(folder)
+            why = f"{error.strerror}: nothing can be locked there; choose an output on another file system"
+            raise OSError(error.errno, why, str(folder)) from error
+
+
+def _clear(folder: Path) -> None:
+    """Delete a job and all that it made, but for the lock."""
+    (folder / "job.json").unlink(missing_ok=True)  # from here on nobody resumes it
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        elif entry.name != "lock":
+            entry.unlink(missing_ok=True)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a work directory that this process has locked."""
+    _clear(folder)
+    (folder / "lock").unlink(missing_ok=True)
+    with suppress(OSError):  # another process has made its lock there by now
+        folder.rmdir()
 
 
 def _checksum(values: Mapping[str, Any]) -> str:

@@ -214,7 +214,7 @@ class FloatModel:
     def __init__(self, path_or_id: str | Path, *, trust_remote_code: bool = False, revision: str | None = None) -> None:
         self._code = trust_remote_code
         with explain(path_or_id), without_bars():
-            self.path = fetch(path_or_id, revision)
+            self.path = fetch(path_or_id, revision).absolute()  # whatever becomes the working directory
             stored = Shards.of_folder(self.path)
             self.empty = open_empty(self.path, stored, trust_remote_code=trust_remote_code)
             self.model = self.empty.model
