@@ -33,7 +33,7 @@ class InputStatistics:
 
     def __init__(self, columns: int, device: torch.device, *, cross: bool = False) -> None:
         self.tokens = 0
-        self._hessian = torch.zeros(columns, columns, device=device)
+        self._hessian = torch.zeros(columns, columns, dtype=torch.float32, device=device)
         self._cross = torch.zeros_like(self._hessian) if cross else None
 
     @property

@@ -247,10 +247,13 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> Path:
             own = own.clone()
         seen.add(own.data_ptr())
         ready[name] = own
+    path.touch()
+    mode = path.stat().st_mode  # safetensors would let nobody but its owner read a file
     try:
         save_file(ready, path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path} could not be written: {error}") from error
+    path.chmod(mode)
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
     return path

@@ -40,7 +40,7 @@ def solve_rtn(weight: Tensor, moments: Moments | None, config: QuantizeConfig, s
     """
     target = _columns_first(weight, torch.float32)
     columns = target.shape[0]
-    diagonal = torch.ones(columns, device=target.device) if moments is None else moments.hessian.diagonal().float()
+    diagonal = torch.ones_like(target[:, 0]) if moments is None else moments.hessian.diagonal().float()
     group_size = config.group_size or columns
     order = column_order(diagonal, group_size, desc_act=False, static_groups=True, act_group_aware=False)
     sweep = ColumnSweep(target, order, config, snap)

@@ -145,7 +145,7 @@ class _Descent:
         after, codes = torch.empty_like(values), torch.empty_like(values, dtype=torch.uint8)
         sweep = Sweep(
             block=latent,
-            inverse=torch.eye(len(inner), device=inner.device) - share,
+            inverse=torch.eye(len(inner), dtype=inner.dtype, device=inner.device) - share,
             shift=-share,
             importance=None,
             group=torch.zeros(len(inner), dtype=torch.int32, device=inner.device),

@@ -1,5 +1,6 @@
 """Jobs that are stopped in any way go on to the same files; nothing else is touched, and nothing is left behind."""
 
+import copy
 import errno
 import json
 import logging
@@ -276,6 +277,43 @@ def test_a_job_stays_where_it_began_whatever_becomes_of_the_working_directory(
     quantize(Path(os.path.relpath(job_models)), "gptq", Path("out"), progress=leave)
     assert not list((tmp_path / "elsewhere").iterdir())
     assert contents(tmp_path / "out") == undisturbed("gptq")[1]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o007])
+def test_a_checkpoint_is_as_readable_as_other_files(job_models, tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        quantize(job_models, "experts", tmp_path / "out")
+    finally:
+        os.umask(before)
+    for file in (tmp_path / "out").iterdir():
+        assert file.stat().st_mode & 0o777 == 0o666 & ~mask, file.name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("case", ["gptaq", "learned"])
+def test_the_default_dtype_changes_nothing(job_models, undisturbed, tmp_path, case, dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        quantize(job_models, case, tmp_path / "out")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert contents(tmp_path / "out") == undisturbed(case)[1]
+
+
+def test_a_loaded_model_stays_as_it_was(tmp_path):
+    model = build("mistral").train()
+    model.model.norm.weight.requires_grad_(False)
+    model.config.dtype = torch.float32  # as of models that were loaded
+    before = copy.deepcopy(model)
+    quantize(model, "gptq", tmp_path / "out")
+    assert vars(model.config) == vars(before.config)
+    assert vars(model.generation_config) == vars(before.generation_config)
+    for (name, module), same in zip(model.named_modules(), before.modules(), strict=True):
+        assert (type(module), module.training, vars(module).keys()) == (type(same), True, vars(same).keys()), name
+    for parameter, same in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(parameter, same)
+        assert (parameter.requires_grad, parameter.grad) == (same.requires_grad, None)
 
 
 # Refused jobs

@@ -304,8 +304,12 @@ def _on_disk(model: str | Path | PreTrainedModel) -> Iterator[tuple[str | Path, 
         return
     name = public_name(model.name_or_path) if model.name_or_path else type(model).__name__
     with TemporaryDirectory(prefix="gptqkit-") as folder:
-        with without_bars():
-            model.save_pretrained(folder)
+        before = dict(vars(model.config))
+        try:
+            with without_bars():
+                model.save_pretrained(folder)
+        finally:
+            vars(model.config).update(before)  # transformers writes dtype and class into it
         yield folder, name
 
 

@@ -47,7 +47,7 @@ def squared_inputs(
         for portion in portions(streams.trace(layer, targets[layer]), cross=False):
             for measured in streams.collect(layer, portion, pools, None):
                 for target in measured.targets:
-                    tokens, squares = 0, torch.zeros(target.shape[1])
+                    tokens, squares = 0, torch.zeros(target.shape[1], dtype=torch.float32)
                     if measured.statistics is not None and measured.statistics.tokens:  # none may reach an expert
                         tokens = measured.statistics.tokens
                         squares = measured.statistics.hessian().diagonal().cpu() * tokens
