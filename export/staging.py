@@ -37,7 +37,7 @@ def staged(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     directory = _beside(target, "incomplete")
     directory.mkdir()
-    with _held(directory):
+    with held(directory):
         try:
             yield directory
             replace_directory(directory, target, overwrite=overwrite)
@@ -52,7 +52,7 @@ def replace_directory(directory: Path, target: Path, *, overwrite: bool = False)
     Raises:
         OutputExistsError, OSError: As `check_target`, or the disk refused; the target is as it was.
     """
-    _sync(directory)
+    sync_files(directory)
     check_target(target, overwrite=overwrite)
     _rename(directory, target)
     sync_directory(target.parent)
@@ -68,7 +68,7 @@ def remove_leftovers(target: Path) -> None:
         found = name.fullmatch(entry.name)
         if found is None or entry.is_symlink() or not entry.is_dir():
             continue
-        with _held(entry) as ours:
+        with held(entry) as ours:
             if ours and found[1] == "replaced" and not os.path.lexists(target):
                 entry.rename(target)
             elif ours:
@@ -76,8 +76,8 @@ def remove_leftovers(target: Path) -> None:
 
 
 @contextmanager
-def _held(directory: Path) -> Iterator[bool]:
-    """Lock a directory against `remove_leftovers` of other processes; gives whether that could be done."""
+def held(directory: Path) -> Iterator[bool]:
+    """Lock a directory against the cleaning up of other processes; gives whether that could be done."""
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except FileNotFoundError:
@@ -136,7 +136,7 @@ def _rename(directory: Path, target: Path) -> None:
         directory.rename(target)
         return
     old = _beside(target, "replaced")
-    with _held(target):
+    with held(target):
         target.rename(old)
         try:
             directory.rename(target)
@@ -150,7 +150,8 @@ def _beside(target: Path, what: str) -> Path:
     return target.with_name(f".{target.name}.gptqkit-{what}-{secrets.token_hex(4)}")
 
 
-def _sync(directory: Path) -> None:
+def sync_files(directory: Path) -> None:
+    """Make all files in a directory last, and their names."""
     for root, _, files in os.walk(directory):
         for name in files:
             with open(os.path.join(root, name), "rb") as file:

@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 import weakref
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import gptqkit
 from gptqkit.errors import BackendError, CheckpointError, ConfigError, DatasetUnavailableError
+from gptqkit.export.checkpoint import open_checkpoint
 from gptqkit.kernels.linear import QuantLinear, TorchLinear
 from support.jobs import contents
 from support.models import build, samples, save
@@ -125,6 +128,80 @@ def test_into_its_own_folder_in_shards_and_back(checkpoint, checkpoints):
     assert contents(checkpoint)["model.safetensors"] == before["model.safetensors"]
 
 
+def stopped(monkeypatch, step, work):
+    """Do work that Ctrl-C stops before so many files were moved or deleted; whether it came to that."""
+    steps = iter(range(1, step))
+
+    def counted(operate):
+        def run(self, *arguments, **named):
+            if not self.name.startswith(".part") and next(steps, None) is None:
+                raise KeyboardInterrupt
+            return operate(self, *arguments, **named)
+
+        return run
+
+    with monkeypatch.context() as patch:
+        for name in ("replace", "unlink"):
+            patch.setattr(Path, name, counted(getattr(Path, name)))
+        try:
+            work()
+        except KeyboardInterrupt:
+            return True
+    return False
+
+
+def assert_whole(path, like):
+    """What is read, by index or without, is all there and as it was."""
+    tensors, wanted = open_checkpoint(path).tensors, stored(like)
+    assert tensors.where.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(tensors.get(name), tensor), name
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("5GB", "30KB"), ("30KB", "5GB"), ("30KB", "32KB"), ("30KB", "40KB"), ("5GB", "5GB")]
+)
+def test_stopped_at_any_moment_its_own_folder_is_whole(checkpoint, checkpoints, tmp_path, monkeypatch, before, after):
+    model = load(checkpoint)
+    model.save_pretrained(checkpoint, max_shard_size=before)
+    more, step = True, 0
+    while more:
+        step += 1
+        folder = shutil.copytree(checkpoint, tmp_path / str(step))
+        model = load(folder)
+        more = stopped(monkeypatch, step, partial(model.save_pretrained, folder, max_shard_size=after))
+        assert_whole(folder, checkpoints("act-order"))
+        (folder / ".gptqkit-incomplete-killed").mkdir()
+        for size in (after, before):
+            model = load(folder)
+            model.save_pretrained(folder, max_shard_size=size)
+            assert_whole(folder, checkpoints("act-order"))
+            assert set(folder.glob("*.safetensors")) == set(open_checkpoint(folder).tensors.files)
+            assert not list(folder.glob(".*"))
+    assert step > 3
+
+
+def test_stopped_at_any_moment_another_folder_is_refused(checkpoint, tmp_path, monkeypatch):
+    model = load(checkpoint)
+    shutil.copytree(checkpoint, tmp_path / "old")
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.qweight"][0, 0] ^= 1
+    save_file(tensors, tmp_path / "old" / "model.safetensors", {"format": "pt"})
+    old = load(tmp_path / "old")
+    old.save_pretrained(tmp_path / "old", max_shard_size="30KB")
+    more, step = True, 0
+    while more:
+        step += 1
+        folder = shutil.copytree(tmp_path / "old", tmp_path / str(step))
+        more = stopped(monkeypatch, step, partial(model.save_pretrained, folder, max_shard_size="32KB"))
+        if more and step > 1:  # else it is the old one, or the new one
+            with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+                load(folder)
+        model.save_pretrained(folder)
+        assert_whole(folder, checkpoint)
+    assert step > 6
+
+
 def scale_norm(model):
     model.model.norm.weight.data *= 1.5
 
@@ -195,6 +272,8 @@ def test_copies_and_casts_are_saved_and_no_model_is_kept_alive(checkpoint, tmp_p
     del model
     gc.enable()
     assert gone() is None
+    with pytest.raises(ConfigError, match="nothing holds the model any more"):
+        load(checkpoint).save_pretrained(tmp_path / "again")
     for name, each in copies.items():
         each.save_pretrained(tmp_path / name)
         assert_same_tensors(tmp_path / name, checkpoint)

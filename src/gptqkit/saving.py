@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import filecmp
 import inspect
 import json
 import re
+import shutil
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,12 +21,14 @@ from .architecture import empty_model, explain, read_config
 from .errors import CheckpointError, ConfigError
 from .export.checkpoint import Checkpoint, lasting_config, open_checkpoint, write_configs
 from .export.names import StoredNames
-from .export.shards import MAX_SHARD_BYTES, same_bits, some, write_shards
+from .export.shards import MAX_SHARD_BYTES, read_json, same_bits, some, write_json, write_shards
+from .export.staging import held, sync_directory, sync_files
 from .kernels.linear import QuantLinear
 from .model import EmptyModel
 from .settings import bytes_of
 
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_INDEX, _STAGING = "model.safetensors.index.json", ".gptqkit-incomplete-"
+_WEIGHTS = re.compile(r"model((-b)?-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
 class Saver:
@@ -57,7 +61,8 @@ class Saver:
 
         What config.json says of the class and the dtype stays what it was: it speaks of the files.
         As with every model of transformers, the tokenizer is saved by its own `save_pretrained`, and other files in
-        the directory stay.
+        the directory stay. Stopped at any moment, this leaves the directory that the model was loaded from as a
+        whole checkpoint, and another one that held a model without config.json: it is to be called again.
 
         Args:
             save_directory: May exist, and may be the one that the model was loaded from.
@@ -66,7 +71,7 @@ class Saver:
             others: Those of transformers' `save_pretrained`, with their defaults only.
 
         Raises:
-            ConfigError: An option that is not for quantized models.
+            ConfigError: An option that is not for quantized models, or a model that was let go of.
             CheckpointError: The model or its files were changed since it was loaded, or the files are gone.
             OSError: The disk refused.
         """
@@ -75,6 +80,8 @@ class Saver:
         if not is_main_process:
             return
         model = self._model()
+        if model is None:
+            raise ConfigError("nothing holds the model any more; keep it in a variable while it is saved")
         checkpoint = open_checkpoint(self._path)
         if checkpoint.format.finish is not None:
             raise ConfigError(f"{self._path} holds a GGUF file, which is not written again; copy that")
@@ -87,16 +94,46 @@ class Saver:
             )
         target = Path(save_directory)
         target.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=target, prefix=".gptqkit-incomplete-") as name:
+        for left in target.glob(f"{_STAGING}*"):
+            with held(left) as ours:
+                if ours:  # nobody is at work in it
+                    shutil.rmtree(left, ignore_errors=True)
+        with TemporaryDirectory(dir=target, prefix=_STAGING) as name, held(Path(name)):
             staging = Path(name)
             write_shards(staging, ((each, checkpoint.tensor(each)) for each in checkpoint.tensors.where), most)
             _write_configs(model, checkpoint, staging)
-            new = {file.name: file for file in staging.iterdir() if file.is_file()}
-            for each, file in new.items():
-                file.replace(target / each)
-        for file in list(target.iterdir()):
-            if _WEIGHTS.fullmatch(file.name) and file.name not in new:
-                file.unlink()
+            if target.samefile(checkpoint.path):
+                _rename_taken(staging, checkpoint.tensors.files)
+            else:  # of files of two models nobody must read a third
+                (target / "config.json").unlink(missing_ok=True)
+            _put(staging, target)
+
+
+def _rename_taken(staging: Path, used: Iterable[Path]) -> None:
+    """Give new shards other names where others of `used` are called so, which are read until the new index is there."""
+    shards, taken = list(staging.glob("model-*.safetensors")), {file.name: file for file in used}
+    if all(filecmp.cmp(taken[shard.name], shard, shallow=False) for shard in shards if shard.name in taken):
+        return
+    for shard in shards:
+        shard.rename(staging / shard.name.replace("model-", "model-b-"))
+    index = read_json(staging / _INDEX)
+    where = {name: file.replace("model-", "model-b-") for name, file in index["weight_map"].items()}
+    write_json(staging / _INDEX, {**index, "weight_map": where})
+
+
+def _put(staging: Path, target: Path) -> None:
+    """Move all files to where they are to be, weights before what refers to them, and delete other weights there."""
+    sync_files(staging)
+    new = sorted(file.name for file in staging.iterdir() if file.name not in (_INDEX, "config.json"))
+    if (staging / _INDEX).exists():
+        new.append(_INDEX)
+    for name in new:
+        (staging / name).replace(target / name)
+    stale = [file for file in target.iterdir() if _WEIGHTS.fullmatch(file.name) and file.name not in new]
+    for file in sorted(stale, key=lambda file: file.name != _INDEX):
+        file.unlink()
+    (staging / "config.json").replace(target / "config.json")
+    sync_directory(target)
 
 
 def _changes(model: Any, checkpoint: Checkpoint) -> Iterator[str]:
