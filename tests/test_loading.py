@@ -2,12 +2,15 @@
 
 import json
 import logging
+import threading
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 import gptqkit
+from gptqkit.bounds import confined
 from gptqkit.errors import (
     ArchitectureError,
     BackendError,
@@ -16,6 +19,7 @@ from gptqkit.errors import (
     DatasetUnavailableError,
     GptqkitError,
 )
+from gptqkit.export.checkpoint import open_checkpoint
 from gptqkit.kernels.linear import CpuLinear, QuantLinear
 from gptqkit.loading import is_quantized, load, load_float
 from support.models import OTHERS, build, save
@@ -228,3 +232,26 @@ def test_a_quantized_output_layer_is_not_tied(tmp_path):
     (out / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     with pytest.raises(CheckpointError, match="lm_head is quantized, but its weight is tied to another"):
         gptqkit.load(out, device="cpu")
+
+
+def test_threads_neither_count_what_others_build_nor_stay_offline(checkpoint, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    tensors, entered, leave, built = open_checkpoint(checkpoint).tensors, threading.Event(), threading.Event(), []
+
+    def enter():
+        with confined(checkpoint, tensors):
+            entered.set()
+            leave.wait(10)
+
+    other, builder = (
+        threading.Thread(target=work) for work in (enter, lambda: built.append(torch.nn.Linear(2000, 999)))
+    )
+    with confined(checkpoint, tensors):
+        builder.start()
+        builder.join()
+        other.start()
+        assert not entered.wait(0.1)
+    leave.set()
+    other.join()
+    assert built
+    assert not constants.HF_HUB_OFFLINE

@@ -6,6 +6,7 @@ shape, and fetches what a config names. Here the tensors in the files decide wha
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -25,6 +26,7 @@ from .export.shards import Shards, read_json
 _LAYERS = 1000  # of which a config may speak, however few tensors there are
 _PARAMETERS = 1000  # that may be made, ...
 _BUFFERED = 1 << 28  # and numbers in buffers, which no file holds
+_ONE_AT_A_TIME = threading.RLock()  # what is switched off meanwhile is so for all threads
 
 
 @contextmanager
@@ -50,24 +52,26 @@ def confined(path_or_id: str | Path, tensors: Shards | None = None, *, trusted: 
             tensors = Shards.of_folder(folder)
         described = folder / "config.json"
         _check_config(described, None if tensors is None else len(tensors.where))
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or not trusted
-    try:
-        with nullcontext() if tensors is None else _bounded(described, tensors):
-            yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
+    with _ONE_AT_A_TIME:
+        before = constants.HF_HUB_OFFLINE
+        constants.HF_HUB_OFFLINE = before or not trusted
+        try:
+            with nullcontext() if tensors is None else _bounded(described, tensors):
+                yield
+        finally:
+            constants.HF_HUB_OFFLINE = before
 
 
 @contextmanager
 def _bounded(described: Path, tensors: Shards) -> Iterator[None]:
-    """Stop the building of models that the tensors cannot fill."""
+    """Stop the building of models that the tensors cannot fill; not that of other threads' models."""
+    own = threading.get_ident()
     count, size = len(tensors.where), sum(file.stat().st_size for file in tensors.files)
     left = {"parameters": 8 * count + _PARAMETERS, "weights": 8 * size, "buffered": 8 * size + _BUFFERED}
 
     def made(kind: str) -> Any:
         def account(module: nn.Module, name: str, tensor: Tensor | None) -> None:
-            if tensor is not None:
+            if tensor is not None and threading.get_ident() == own:
                 left[kind] -= tensor.numel()
                 left["parameters"] -= kind == "weights"
                 if min(left.values()) < 0 or not (tensor.numel() or kind == "buffered"):
