@@ -12,6 +12,7 @@ import subprocess
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from gptqkit import identity, job
 from gptqkit.display import quantization_summary
 from gptqkit.distributed import Processes
 from gptqkit.errors import ArchitectureError, CheckpointError, DoesNotFitError, OutputExistsError, ResumeError
-from gptqkit.export import shards
+from gptqkit.export import shards, staging
 from gptqkit.job import work_path
 from gptqkit.report import QuantizationReport
 from support.jobs import (
@@ -517,6 +518,18 @@ def test_a_target_that_exists_is_never_harmed(job_models, undisturbed, tmp_path)
     quantize(job_models, "gptq", late, resume=True, progress=steps.append)
     assert not steps  # every block had been kept
     assert contents(late) == undisturbed("gptq")[1]
+
+
+def test_a_job_that_ends_while_it_deletes_what_it_replaced_is_finished(job_models, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    quantize(job_models, "rtn", out)
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "shutil", SimpleNamespace(rmtree=lambda _: stop(KeyboardInterrupt)))
+        with pytest.raises(KeyboardInterrupt):
+            quantize(job_models, "gptq", out, overwrite=True)
+    assert len(list(tmp_path.iterdir())) == 3
+    quantize(job_models, "gptq", out, resume=True)
+    assert list(tmp_path.iterdir()) == [out]
 
 
 @pytest.mark.parametrize("case", ["gptq", "disk"])

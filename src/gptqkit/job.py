@@ -320,6 +320,7 @@ def remove_ended(out: Path) -> None:
         lock = _locked(folder)
         try:
             if not _is_unfinished(folder):
+                remove_leftovers(Path(os.path.realpath(out)))
                 _delete(folder)
         finally:
             os.close(lock)
