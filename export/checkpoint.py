@@ -178,7 +178,12 @@ def write_configs(
     if generation_config is not None:
         write_json(directory / "generation_config.json", _without_paths(generation_config))
     if tokenizer is not None:
-        tokenizer.save_pretrained(str(directory))
+        try:
+            tokenizer.save_pretrained(str(directory))
+        except Exception as error:
+            if type(error) is not Exception:  # as Rust raises whatever happens to a file
+                raise
+            raise OSError(f"the tokenizer could not be written to {directory}: {error}") from error
         _clean_tokenizer_config(directory / "tokenizer_config.json")
 
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import gptqkit
@@ -315,6 +316,17 @@ def test_a_loaded_model_stays_as_it_was(tmp_path):
     for parameter, same in zip(model.parameters(), before.parameters(), strict=True):
         assert torch.equal(parameter, same)
         assert (parameter.requires_grad, parameter.grad) == (same.requires_grad, None)
+
+
+def test_a_temporary_folder_too_small_for_a_loaded_model_is_named(tmp_path, monkeypatch):
+    model = build("mistral")
+
+    def refuse(*_):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(model, "save_pretrained", refuse)
+    with pytest.raises(OSError, match=r"gptqkit-\w+ does not take the model .*No space left.*; set TMPDIR to a folder"):
+        quantize(model, "rtn", tmp_path / "out")
 
 
 # Refused jobs

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -308,6 +309,8 @@ def _on_disk(model: str | Path | PreTrainedModel) -> Iterator[tuple[str | Path, 
         try:
             with without_bars():
                 model.save_pretrained(folder)
+        except SafetensorError as error:
+            raise OSError(f"{folder} does not take the model ({error}); set TMPDIR to a folder with room") from error
         finally:
             vars(model.config).update(before)  # transformers writes dtype and class into it
         yield folder, name

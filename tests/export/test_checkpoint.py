@@ -110,6 +110,15 @@ class Tokenizer:
         Path(save_directory, "tokenizer_config.json").write_text(json.dumps(values))
 
 
+def test_a_tokenizer_that_the_disk_refuses_is_said(material, tmp_path):
+    class Refused:
+        def save_pretrained(self, _):
+            raise Exception("No space left on device (os error 28)")
+
+    with pytest.raises(OSError, match=r"the tokenizer could not be written to .*: No space left on device"):
+        material().write(tmp_path / "out", tokenizer=Refused())
+
+
 def test_nothing_private_no_time_and_strict_json_are_written(material, tmp_path):
     secret, made = tmp_path / "secret", material()
     row = {"sequence_length": 8, "perplexity": float("inf"), "tokens": 9, "seconds": 12.25}
