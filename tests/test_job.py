@@ -119,8 +119,8 @@ def killed_while_saving(models, case, out):
         saved.append(path)
         if len(saved) == 2:
             tensors, this = {**tensors, "large": torch.zeros(1 << 26)}, os.getpid()
+            before = set(os.listdir(path.parent))
             if os.fork() == 0:
-                before = set(os.listdir(path.parent))
                 while set(os.listdir(path.parent)) <= before:
                     pass
                 os.kill(this, signal.SIGKILL)
