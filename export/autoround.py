@@ -1,7 +1,8 @@
 """auto-round's own quantization config, put as GPTQ's or AWQ's: its tensors are laid out as theirs.
 
 config.json says "quant_method": "auto-round", and in "packing_format" how layers are packed (auto-round 0.16,
-`auto_round/inference/backend.py`). "extra_config" holds settings of single modules, by full name or by regular
+`auto_round/inference/backend.py`); before 0.5 it said "intel/auto-round", and in "backend" the layout and the kernel,
+as in "auto_round:gptq:exllamav2". "extra_config" holds settings of single modules, by full name or by regular
 expressions that are searched in names; a module's own name comes first. Only weights of integers are read.
 """
 
@@ -13,8 +14,9 @@ from typing import Any
 
 from ..errors import CheckpointError
 
-METHOD, PACKING = "auto-round", "packing_format"
+PACKING = "packing_format"
 
+_METHODS = ("auto-round", "intel/auto-round")
 _LAYOUTS = {
     "auto_round:auto_gptq": "gptq",
     "auto_round:gptq": "gptq",
@@ -22,7 +24,10 @@ _LAYOUTS = {
     "auto_round:gptqmodel": "gptq_v2",
     "auto_round:auto_awq": "awq",
     "auto_round:awq": "awq",
+    "auto_gptq": "gptq",
+    "gptq": "gptq",
 }
+_KERNEL = re.compile(r":(exllamav2|triton|cuda|gemm)$")
 _SETTINGS = ("bits", "group_size", "sym")
 _RUNTIME = ("rotation_config", "spinquant_config", "static_kv_dtype", "static_attention_dtype")
 
@@ -35,10 +40,10 @@ def plain_config(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         CheckpointError: A layout that is not read here, or activations that are quantized or rotated.
     """
-    if values.get("quant_method") != METHOD:
+    if values.get("quant_method") not in _METHODS:
         return dict(values)
-    packing = values.get(PACKING)
-    layout, kind = _LAYOUTS.get(str(packing)), values.get("data_type") or "int"
+    packing = values.get(PACKING) or values.get("backend")
+    layout, kind = _LAYOUTS.get(_KERNEL.sub("", str(packing))), values.get("data_type") or "int"
     if layout is None or kind != "int":
         raise CheckpointError(
             f"{where}: auto-round packed {kind!r} as {packing!r}; of its layouts {', '.join(_LAYOUTS)} are read here, "

@@ -29,6 +29,7 @@ from .modules import (
     meta_of,
     names_in_float,
     outside_blocks,
+    read_dynamic,
     skipped_in_dynamic,
     skipped_modules,
     writer_of,
@@ -79,7 +80,8 @@ def layer_spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> 
     """
     check_kinds(name, tensors, _KINDS, ("qweight", "qzeros", "scales"))
     columns, words = tensors["qweight"].shape
-    outputs, size = words * _PER_WORD, declared.group_size or columns
+    _, group_size, sym = declared.for_module(name)
+    outputs, size = words * _PER_WORD, group_size or columns
     if not columns or not words or columns % size:
         raise CheckpointError(
             f"{name}.qweight has shape {(columns, words)}, which is not a whole number of groups of {size} columns, as "
@@ -87,13 +89,13 @@ def layer_spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> 
         )
     groups = columns // size
     shapes = {"qzeros": (groups, words), "scales": (groups, outputs), "bias": (outputs,)}
-    check_shapes(name, tensors, shapes, f"qweight {(columns, words)}", declared.group_size)
+    check_shapes(name, tensors, shapes, f"qweight {(columns, words)}", group_size)
     return LayerSpec(
         in_features=columns,
         out_features=outputs,
         bits=_BITS,
         group_size=size,
-        sym=declared.sym,
+        sym=sym,
         act_order=False,
     )
 
@@ -147,6 +149,7 @@ def read_config(values: Mapping[str, Any], where: str) -> Declared:
         sym=bool(values.get("sym", not values.get("zero_point", True))),
         desc_act=False,
         writer=writer_of(values),
+        dynamic=read_dynamic(values, where),
     )
 
 

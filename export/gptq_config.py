@@ -15,19 +15,17 @@ from ..errors import CheckpointError
 from ..quantizer.config import QuantizeConfig
 from .formats import Declared, LayerSpec, declared_format
 from .modules import (
-    FLOAT,
-    check_pattern,
+    CHANGED,
     check_settings,
     inside_blocks,
     meta_of,
     outside_blocks,
     patterns_of,
+    read_dynamic,
     skipped_in_dynamic,
     skipped_modules,
     writer_of,
 )
-
-CHANGED = "+:"  # in "dynamic": the modules have settings of their own
 
 
 def read_config(values: Mapping[str, Any], where: str) -> Declared:
@@ -41,12 +39,6 @@ def read_config(values: Mapping[str, Any], where: str) -> Declared:
     for key in ("bits", "group_size"):
         if values.get(key) is None:
             raise CheckpointError(f"{where}: {key} is missing; add it, or let `gptqkit doctor` find it in the tensors")
-    dynamic = values.get("dynamic") or {}
-    if not isinstance(dynamic, dict) or not all(isinstance(rule, dict) for rule in dynamic.values()):
-        raise CheckpointError(f"{where}: dynamic must map regular expressions to objects")
-    for pattern, rule in dynamic.items():
-        check_pattern(pattern.removeprefix(FLOAT).removeprefix(CHANGED), f"{where}: dynamic's {pattern!r}")
-        check_settings(rule, f"dynamic[{pattern!r}] of the quantization config")
     check_settings(values, where)
     size = values["group_size"]
     return Declared(
@@ -57,7 +49,7 @@ def read_config(values: Mapping[str, Any], where: str) -> Declared:
         desc_act=bool(values.get("desc_act", False)),
         static_groups=bool(values.get("static_groups", False)),
         writer=writer_of(values),
-        dynamic=dynamic,
+        dynamic=read_dynamic(values, where),
     )
 
 

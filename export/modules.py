@@ -13,7 +13,8 @@ from ..errors import CheckpointError, ConfigError
 from ..quantizer.config import ModuleOverride, QuantizeConfig
 from ..version import __version__
 
-FLOAT = "-:"  # in GPTQModel's "dynamic": the modules stay in floating point
+FLOAT, CHANGED = "-:", "+:"
+"""In GPTQModel's "dynamic": the modules stay in floating point, or have settings of their own."""
 
 # What some readers, and transformers' stacked experts, hold as one: readers that fuse look modules up by that name.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -88,6 +89,17 @@ def check_pattern(pattern: str, where: str) -> None:
         regex.compile(pattern)
     except (regex.error, RecursionError, OverflowError) as error:
         raise CheckpointError(f"{where} is not a regular expression: {error}") from error
+
+
+def read_dynamic(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return GPTQModel's "dynamic", empty where a config has none; CheckpointError where it is none."""
+    dynamic = values.get("dynamic") or {}
+    if not isinstance(dynamic, dict) or not all(isinstance(rule, dict) for rule in dynamic.values()):
+        raise CheckpointError(f"{where}: dynamic must map regular expressions to objects")
+    for pattern, rule in dynamic.items():
+        check_pattern(pattern.removeprefix(FLOAT).removeprefix(CHANGED), f"{where}: dynamic's {pattern!r}")
+        check_settings(rule, f"dynamic[{pattern!r}] of the quantization config")
+    return dynamic
 
 
 def list_of_names(value: object, where: str) -> list[str]:

@@ -40,6 +40,13 @@ MIXED = {
 NAME = "model.layers.0.self_attn.o_proj"
 
 
+AWQ = {
+    "qweight": torch.full((64, 4), 0x55555555, dtype=torch.int32),
+    "qzeros": torch.full((2, 4), 0x77777777, dtype=torch.int32),
+    "scales": torch.tensor([[0.5], [1]]).half().repeat(1, 32),
+}
+
+
 def write(folder, tensors=None, **config):
     """One layer with 32 outputs and 64 inputs in two groups; every code is 5 and every stored zero point is 7."""
     gptq = {
@@ -66,16 +73,46 @@ def write(folder, tensors=None, **config):
     ],
 )
 def test_every_layout_is_read(tmp_path, packing, format, zero):
-    awq = {
-        "qweight": torch.full((64, 4), 0x55555555, dtype=torch.int32),
-        "qzeros": torch.full((2, 4), 0x77777777, dtype=torch.int32),
-        "scales": torch.tensor([[0.5], [1]]).half().repeat(1, 32),
-    }
-    path = write(tmp_path / "ar", awq if format == "awq" else None, packing_format=packing)
+    path = write(tmp_path / "ar", AWQ if format == "awq" else None, packing_format=packing)
     checkpoint = open_checkpoint(path)
     assert (checkpoint.declared.format, checkpoint.declared.writer) == (format, "auto_round:0.16.1")
     expected = ((5 - zero) * (0.5 + 0.5 * (torch.arange(64) // 32))).expand(32, 64)
     assert torch.equal(checkpoint.weight(NAME).dequantize(), expected)
+
+
+@pytest.mark.parametrize(
+    ("backend", "format"),
+    [
+        ("gptq:exllamav2", "gptq"),  # 0.2
+        ("auto_gptq:cuda", "gptq"),  # 0.3
+        ("auto_round:exllamav2", "gptq_v2"),
+        ("auto_round:triton", "gptq_v2"),
+        ("auto_round:gptq:exllamav2", "gptq"),  # 0.4
+        ("auto_round:auto_gptq", "gptq"),
+        ("auto_round:awq:gemm", "awq"),
+    ],
+)
+def test_layouts_as_they_were_called_before_0_5(tmp_path, backend, format):
+    old = {"quant_method": "intel/auto-round", "packing_format": None, "backend": backend, "autoround_version": "0.4.2"}
+    path = write(tmp_path / "ar", AWQ if format == "awq" else None, **old)
+    checkpoint = open_checkpoint(path)
+    assert (checkpoint.declared.format, checkpoint.declared.writer) == (format, "auto_round:0.4.2")
+    convert(path, tmp_path / "out", format=format)
+    assert same(*(open_checkpoint(each).weight(NAME) for each in (path, tmp_path / "out")))
+
+
+@pytest.mark.parametrize("backend", ["auto_gptq:marlin", "auto", None])
+def test_layouts_that_were_never_read(tmp_path, backend):
+    with pytest.raises(CheckpointError, match=f"packed 'int' as {backend!r}"):
+        open_checkpoint(write(tmp_path / "ar", packing_format=None, quant_method="intel/auto-round", backend=backend))
+
+
+def test_groups_of_single_modules_of_awq(tmp_path):
+    path = write(tmp_path / "ar", AWQ, packing_format="auto_round:auto_awq", group_size=64, extra_config={NAME: {}})
+    with pytest.raises(CheckpointError, match=r"groups of 64, as the quantization config says, needs \(1, 4\)"):
+        open_checkpoint(path)
+    write(path, AWQ, packing_format="auto_round:auto_awq", group_size=64, extra_config={NAME: {"group_size": 32}})
+    assert open_checkpoint(path).layers[NAME].group_size == 32
 
 
 def test_settings_of_single_modules(tmp_path):
