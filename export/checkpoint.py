@@ -21,7 +21,15 @@ from ..hub import Remote, fetch
 from ..quantizer.quantized import QuantizedWeight
 from .autoround import PACKING, plain_config
 from .files import check_folder
-from .formats import Declared, Format, LayerSpec, declared_format, find_format
+from .formats import (
+    Declared,
+    Format,
+    LayerSpec,
+    declared_format,
+    find_format,
+    find_quantization,
+    without_quantization,
+)
 from .shards import Shards, check_same, read_json, some, write_json
 
 REPORT = "quantization_report.json"
@@ -173,7 +181,8 @@ def write_configs(
     tokenizer: Any,
 ) -> None:
     """Write what readers look at beside the tensors, from the quantization config and the model's; no local paths."""
-    write_json(directory / "config.json", {**_public_config(model_config), "quantization_config": dict(quantization)})
+    plain = without_quantization(model_config)
+    write_json(directory / "config.json", {**_public_config(plain), "quantization_config": dict(quantization)})
     write_json(directory / "quantize_config.json", quantization)
     if generation_config is not None:
         write_json(directory / "generation_config.json", _without_paths(generation_config))
@@ -215,9 +224,12 @@ def public_name(name: object) -> str:
 def read_quantization_config(path: Path, model_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return quantization_config of config.json, or quantize_config.json; where both are there, they must agree.
 
-    Empty where there is neither. auto-round's own is put in other programs' terms.
+    AutoAWQ's first files have a quant_config.json instead. Empty where there is none. auto-round's own is put in other
+    programs' terms.
     """
-    inside = model_config.get("quantization_config")
+    inside, old = find_quantization(model_config), path / "quant_config.json"
+    if inside is None and old.exists():
+        inside = {"quant_method": "awq", **read_json(old)}
     beside = read_json(path / "quantize_config.json") if (path / "quantize_config.json").exists() else None
     if inside is not None and not isinstance(inside, dict):
         raise CheckpointError(f"{path / 'config.json'}: quantization_config is no JSON object; fetch the file again")

@@ -5,8 +5,8 @@ Of a layer with K inputs, N outputs and G groups:
     weight_packed       int32 (N, ceil(K * bits / 32))   codes, a bit stream along K
     weight_zero_point   int32 (ceil(N * bits / 32), G)   zero points 0 ... 2^bits - 1, a bit stream along N; only where
                                                          the layer is asymmetric
-    weight_scale        float16 (N, G)                   (bfloat16 is read, never written)
-    weight_shape        int64 (2,)                       N and K
+    weight_scale        float16 (N, G)                   (bfloat16 and float32 are read, never written)
+    weight_shape        int64 (2,)                       N and K (int32 is read, never written)
     weight_g_idx        int32 (K,)                       group of every input column; only with act-order
 
 Streams are dense, as compressed-tensors packs them since 0.18; before, 3-bit codes stood ten to a word. Upstream has
@@ -47,8 +47,8 @@ from .modules import (
 _KINDS = {
     "weight_packed": WORDS,
     "weight_zero_point": WORDS,
-    "weight_scale": SCALES,
-    "weight_shape": (1, (torch.int64,)),
+    "weight_scale": (2, (*SCALES[1], torch.float32)),
+    "weight_shape": (1, (torch.int64, torch.int32)),
     "weight_g_idx": INDEX,
     "bias": BIAS,
 }
@@ -203,7 +203,7 @@ def read_config(values: Mapping[str, Any], where: str) -> Declared:
     if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
         raise CheckpointError(f"{where}: config_groups must map names to groups of modules; fetch the file again")
     for key in ("kv_cache_scheme", "transform_config", "sparsity_config"):
-        if values.get(key) and values[key] != {"format": "dense"}:
+        if values.get(key) and not (isinstance(values[key], dict) and values[key].get("format") == "dense"):
             raise CheckpointError(f"{where}: {key} is set; checkpoints with plain quantized weights are read here")
     for name in list_of_names(values.get("ignore"), f"{where}: ignore"):
         _check_target(name, f"{where}: ignore's {name!r}")

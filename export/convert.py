@@ -18,10 +18,11 @@ from .autoround import PACKING
 from .card import write_card
 from .checkpoint import REPORT, Checkpoint, check_written, lasting_config, matrices, open_checkpoint, write_report
 from .files import copy_beside, read_tokenizer
-from .formats import FORMATS, LayerSpec, find_format
+from .formats import FORMATS, LayerSpec, find_format, find_quantization, without_quantization
 from .shards import MAX_SHARD_BYTES, check_same, read_json, same_bits, write_json, write_shards
 from .staging import staged
 
+_COPIES = ("quantization_config.json", "quant_config.json")  # auto-round's and AutoAWQ's of what config.json says
 _HOW = ("damp_percent", "static_groups", "true_sequential")  # in configs of gptq: how codes were found
 
 
@@ -88,7 +89,7 @@ def fill(
 ) -> None:
     """Write tensors into a new directory, and copy what stands beside the weights in `source`."""
     weights = (".safetensors", ".safetensors.index.json", ".gguf")
-    copy_beside(source, directory, leave=(*weights, "quantization_config.json"))  # auto-round's copy of a part
+    copy_beside(source, directory, leave=(*weights, *_COPIES))
     write_shards(directory, tensors, shard_size)
 
 
@@ -140,8 +141,9 @@ def write_quantization_config(directory: Path, values: Mapping[str, Any], format
         values = {**values, "meta": {**meta, "gptqkit": {**meta["gptqkit"], "format": format}}}
     model_config, beside = read_json(directory / "config.json"), directory / "quantize_config.json"
     elsewhere = values.get("quant_method", "gptq") != "gptq"  # nobody looks for these beside config.json
-    if isinstance(model_config.get("quantization_config"), dict) or not beside.exists() or elsewhere:
-        write_json(directory / "config.json", {**model_config, "quantization_config": dict(values)})
+    if find_quantization(model_config) is not None or not beside.exists() or elsewhere:
+        plain = without_quantization(model_config)
+        write_json(directory / "config.json", {**plain, "quantization_config": dict(values)})
     if beside.exists():
         write_json(beside, values)
 

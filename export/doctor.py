@@ -138,6 +138,8 @@ def _examine(path: Path, format: str | None = None) -> _Case:
     label = declared_format(values, str(path))
     case = _Case(path, values, label, label, label)
     missing = [key for key in _KEYS if values.get(key) is None] if label in VERSIONS else []
+    if not missing:  # else the tensors are asked first
+        find_format(label).read_config(values, str(path))
     try:
         try:
             tensors = Shards.of_folder(path, values.get("model_file_base_name"))

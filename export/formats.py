@@ -35,6 +35,14 @@ FORMATS = {
 READERS = ("gptqkit", "GPTQModel", "transformers", "vLLM", "SGLang", "AutoGPTQ", "llama.cpp")
 """The programs of which it is known what they load; `readers.py` says what."""
 
+_PLACES = ("quantization_config", "compression_config")  # the second in files of llm-compressor before 0.3
+_UNNAMED = {  # configs that name no method, by what is in them
+    "load_in_8bit": "bitsandbytes",
+    "load_in_4bit": "bitsandbytes",
+    "producer": "modelopt",
+    "quantization_config": "sparseml",
+}
+
 MATCHING_SECONDS = 5.0
 """What matching the names of a checkpoint with its own patterns may take."""
 
@@ -191,13 +199,35 @@ def find_format(name: str) -> Format:
     return cast(Format, resolve_name(f"gptqkit.{FORMATS[name]}"))
 
 
+def find_quantization(model_config: Mapping[str, Any]) -> Any:
+    """Return the quantization config that stands in a config.json, for the whole model or for its text; None if none.
+
+    MLX's own, which names no method, is given its name.
+    """
+    text = model_config.get("text_config")
+    parts = (model_config, text) if isinstance(text, dict) else (model_config,)
+    found = next((part[key] for part in parts for key in _PLACES if part.get(key) is not None), None)
+    mlx = model_config.get("quantization")
+    if isinstance(mlx, dict) and "quant_method" not in {**mlx, **(found if isinstance(found, dict) else {})}:
+        return {**mlx, "quant_method": "mlx"}
+    return found
+
+
+def without_quantization(model_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json without what `find_quantization` finds in it."""
+    plain = {key: value for key, value in model_config.items() if key not in _PLACES}
+    text = plain.get("text_config")
+    return {**plain, "text_config": without_quantization(text)} if isinstance(text, dict) else plain
+
+
 def declared_format(values: Mapping[str, Any], where: str) -> str:
     """Return the format that a quantization config declares, whoever wrote it; `where` is its file, for messages.
 
     Raises:
         CheckpointError: One that is not read here.
     """
-    method = values.get("quant_method", values.get("method", "gptq"))
+    unnamed = next((name for key, name in _UNNAMED.items() if key in values), "gptq")
+    method = values.get("quant_method", values.get("method", unnamed))
     if method == "gptq":
         # checkpoint_format overrides format, as in transformers; both are young, and files without them are version 1.
         layout = values.get("checkpoint_format") or values.get("format") or "gptq"
@@ -209,6 +239,6 @@ def declared_format(values: Mapping[str, Any], where: str) -> str:
     if name not in FORMATS:
         raise CheckpointError(
             f"{where}: the checkpoint format is {name!r}; {', '.join(FORMATS)} are read here. Save it again in one of "
-            "these with the program that wrote it"
+            "these with the program that wrote it, or quantize the model that it was made from"
         )
     return name

@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..settings import did_you_mean
 from .bits import unpack
 from .checkpoint import Checkpoint, matrices, open_checkpoint
+from .formats import find_quantization
 from .modules import skipped_modules
 from .readers import Facts, Reader, readers_of
 
@@ -129,7 +130,7 @@ def _facts(checkpoint: Checkpoint, skipped: Sequence[str], tensor_parallel: int)
         lacking=sum(f"{name}.g_idx" not in where for name in checkpoint.layers),
         all_ones=sum(_all_ones(checkpoint, name) for name, spec in checkpoint.layers.items() if v1 and not spec.sym),
         tensor_parallel=tensor_parallel,
-        beside=checkpoint.path.is_dir() and checkpoint.model_config.get("quantization_config") is None,
+        beside=checkpoint.path.is_dir() and find_quantization(checkpoint.model_config) is None,
     )
 
 

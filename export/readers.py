@@ -137,6 +137,7 @@ def _common_rules(facts: Facts) -> Rules:
         ),
         (("llama.cpp",), format_ != "gguf", elsewhere),
         ((TRANSFORMERS, "vLLM"), facts.beside and format_ != "gguf", _BESIDE),
+        ((TRANSFORMERS,), "compression_config" in model, "reads no compression_config; call it quantization_config"),
     ]
 
 

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from .calibration.batches import out_of_memory
 from .errors import ArchitectureError, DatasetUnavailableError, GptqkitError
+from .export.formats import find_quantization
 from .export.gguf_file import GgufFile
 from .export.scaled import has_scales
 
@@ -66,10 +67,10 @@ def take_generation_config(model: Any, path: Path) -> None:
 
 def is_float(config: PretrainedConfig) -> bool:
     """Whether a model has no quantized weights, but for FP8 and MXFP4, which are read; then `config` forgets these."""
-    quantization = getattr(config, "quantization_config", None)
+    quantization = find_quantization(config.to_dict())
     if quantization is not None and not has_scales(quantization):
         return False
-    if quantization is not None:
+    if hasattr(config, "quantization_config"):
         del config.quantization_config  # else transformers would put its own quantizer in charge
     return True
 

@@ -24,6 +24,7 @@ from .architecture import (
 from .bounds import confined
 from .errors import CheckpointError, ConfigError, DatasetUnavailableError
 from .export.checkpoint import Checkpoint, open_checkpoint
+from .export.formats import find_quantization
 from .export.names import StoredNames
 from .export.scaled import FloatShards, has_scales
 from .export.shards import Shards, read_json, some
@@ -242,11 +243,11 @@ def load_float(
 def is_quantized(path_or_id: Path | str) -> bool:
     """Whether this is a GGUF file, or a local directory that says it holds a quantized model."""
     path = Path(path_or_id)
-    if path.is_file() or (path / "quantize_config.json").exists():
+    if path.is_file() or any((path / name).exists() for name in ("quantize_config.json", "quant_config.json")):
         return True
     if not (path / "config.json").exists():
         return False
-    quantization = read_json(path / "config.json").get("quantization_config")
+    quantization = find_quantization(read_json(path / "config.json"))
     return bool(quantization) and not has_scales(quantization)
 
 

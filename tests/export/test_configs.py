@@ -1,13 +1,22 @@
 """The configs of awq, marlin and compressed-tensors: as their readers take them, and as other programs write them."""
 
+import json
 import re
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from gptqkit.errors import CheckpointError, ConversionError
+from gptqkit.export.checkpoint import open_checkpoint
+from gptqkit.export.convert import convert
+from gptqkit.export.doctor import doctor
 from gptqkit.export.formats import LayerSpec, declared_format, find_format
+from gptqkit.export.inspect import inspect
+from gptqkit.loading import is_quantized
 from gptqkit.quantizer.config import ModuleOverride, QuantizeConfig
-from support.weights import random_weight
+from support.weights import random_weight, same
 
 SKIP = ModuleOverride(skip=True)
 PARTS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj"]
@@ -236,3 +245,104 @@ def test_configs_of_llm_compressor_with_several_groups():
     assert ordered.desc_act
     patterns = read(llm_compressor([(["re:.*q_proj$"], W8), (["re:.*"], W3)]), "here")
     assert (patterns.for_module("a.q_proj"), patterns.for_module("a.v_proj")) == ((8, None, True), (3, 64, True))
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"quantization": {"group_size": 64, "bits": 4}}, "mlx"),
+        ({"quantization": {"group_size": 64, "bits": 4}, "quantization_config": {"group_size": 64, "bits": 4}}, "mlx"),
+        ({"quantization_config": {"load_in_8bit": True, "llm_int8_threshold": 6.0}}, "bitsandbytes"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes"),
+        (
+            {"quantization_config": {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}},
+            "modelopt",
+        ),
+        ({"compression_config": {"quantization_config": {"quant_method": "sparseml"}}}, "sparseml"),
+        ({"quantization_config": {"quant_method": "exl2", "bits": 4.0, "head_bits": 6}}, "exl2"),
+        ({"quantization_config": {"quant_method": "hqq", "quant_config": {}}}, "hqq"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4, "version": "GEMV"}}, "awq, gemv"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "bitblas"}}, "bitblas"),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}},
+            "compressed-tensors, int-quantized",
+        ),
+    ],
+)
+def test_formats_that_are_not_read_are_named(tmp_path, config, name):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    assert is_quantized(tmp_path)
+    for examine in (open_checkpoint, doctor):
+        with pytest.raises(CheckpointError, match=f"the checkpoint format is '{name}'; gptq, .* are read here"):
+            examine(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["compression_config", "text_config"])
+def test_other_places_in_config_json(material, tmp_path, place):
+    """llm-compressor's before 0.3, and that of composite models."""
+    source = material(format="compressed-tensors").write(tmp_path / "source")
+    (source / "quantize_config.json").unlink()
+    config = json.loads((source / "config.json").read_text())
+    values = config.pop("quantization_config")
+    inside = values if place == "compression_config" else {"model_type": "llama", "quantization_config": values}
+    (source / "config.json").write_text(json.dumps({**config, place: inside}))
+    assert is_quantized(source)
+    reasons = inspect(source).reader("transformers").reasons
+    assert ("reads no compression_config" in " ".join(reasons)) == (place == "compression_config")
+    assert inspect(source).reader("vLLM").loads
+    convert(source, tmp_path / "out", format="gptq_v2")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["quantization_config"]["quant_method"] == "gptq"
+    assert written.get(place) == ({"model_type": "llama"} if place == "text_config" else None)
+
+
+def test_the_config_beside_the_first_files_of_autoawq(material, tmp_path):
+    source = material(format="awq", sym=False).write(tmp_path / "source")
+    expected = open_checkpoint(source).weight("model.layers.0.mlp.down_proj")
+    (source / "quantize_config.json").unlink()
+    config = json.loads((source / "config.json").read_text())
+    config.pop("quantization_config")
+    (source / "config.json").write_text(json.dumps(config))
+    old = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+    (source / "quant_config.json").write_text(json.dumps(old))
+    assert is_quantized(source)
+    assert same(open_checkpoint(source).weight("model.layers.0.mlp.down_proj"), expected)
+    convert(source, tmp_path / "out", format="gptq_v2")
+    assert not (tmp_path / "out" / "quant_config.json").exists()  # GPTQModel would believe it first
+    assert open_checkpoint(tmp_path / "out").declared.group_size == 32
+
+
+def test_sparsity_that_is_dense():
+    dense = {"format": "dense", "global_sparsity": 0.14, "ignore": ["lm_head"], "sparsity_structure": "unstructured"}
+    read = find_format("compressed-tensors").read_config
+    assert read(llm_compressor([(["Linear"], W4)], sparsity_config=dense), "here").group_size == 128
+    with pytest.raises(CheckpointError, match="sparsity_config is set"):
+        read(llm_compressor([(["Linear"], W4)], sparsity_config={**dense, "format": "sparse-24-bitmask"}), "here")
+
+
+def test_shapes_and_scales_of_compressed_tensors_in_other_dtypes(material, tmp_path):
+    """int32 shapes, as models have them that were loaded packed and saved again; scales of a model in float32."""
+    source = material(format="compressed-tensors").write(tmp_path / "source")
+    expected = open_checkpoint(source).weight("model.layers.0.mlp.down_proj")
+    tensors = load_file(source / "model.safetensors")
+    for name in tensors:
+        if name.endswith(("weight_shape", "weight_scale")):
+            tensors[name] = tensors[name].to(torch.int32 if "shape" in name else torch.float32)
+    save_file(tensors, source / "model.safetensors")
+    assert same(open_checkpoint(source).weight("model.layers.0.mlp.down_proj"), expected)
+    convert(source, tmp_path / "out", format="gptq_v2")
+    tensors["model.layers.0.mlp.down_proj.weight_scale"] += 1e-6
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(ConversionError, match="scales are no float16 values"):
+        convert(source, tmp_path / "other", format="gptq_v2")
+
+
+def test_what_is_not_read_of_a_config_is_no_damage(material, tmp_path):
+    source = material().write(tmp_path / "source")
+    for file in ("config.json", "quantize_config.json"):
+        config = json.loads((source / file).read_text())
+        (config.get("quantization_config") or config)["pack_dtype"] = "int16"
+        (source / file).write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"pack_dtype is 'int16'; only int32 words are read here$"):
+        doctor(source)

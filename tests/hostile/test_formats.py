@@ -91,7 +91,7 @@ DAMAGE = [
         ("compressed-tensors", "weight_shape", torch.tensor(shape), "is no shape")
         for shape in ([64], [64, 96, 1], [0, 96], [64, -96])
     ),
-    ("compressed-tensors", "weight_shape", torch.tensor([64, 96]).int(), "is torch.int32"),
+    ("compressed-tensors", "weight_shape", torch.tensor([64, 96]).short(), "is torch.int16"),
     ("compressed-tensors", "weight_shape", torch.tensor([2**62, 2**62]), "has shape"),
     ("compressed-tensors", "weight_shape", torch.tensor([96, 64]), "has shape"),
     ("compressed-tensors", "weight_g_idx", torch.full((96,), 3, dtype=WORDS), r"spans 3 \.\.\. 3"),
