@@ -184,6 +184,15 @@ def test_configs_of_other_programs(values, expected):
     assert (declared.format, declared.bits, declared.group_size, declared.sym, declared.writer) == expected
 
 
+def test_groups_that_gptqmodel_says_an_awq_module_has():
+    """It packs codes for them beside scales of the common groups: such files fit no reading, and are to be refused."""
+    declared = find_format("awq").read_config({**GPTQMODEL, "dynamic": {".*up_proj": {"group_size": 32}}}, "here")
+    assert declared.for_module("model.layers.0.mlp.up_proj") == (4, 32, True)
+    assert declared.for_module("model.layers.0.mlp.down_proj") == (4, 64, True)
+    with pytest.raises(CheckpointError, match="dynamic must map"):
+        find_format("awq").read_config({**GPTQMODEL, "dynamic": ["up_proj"]}, "here")
+
+
 def llm_compressor(groups, **more):
     return {
         "config_groups": {
