@@ -78,6 +78,11 @@ def layer_spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> 
     Raises:
         CheckpointError: A tensor is missing, or its dtype or shape contradicts the config or the others.
     """
+    if set(tensors) == {"scales"}:
+        raise CheckpointError(
+            f"{name}.scales divides activations, as AutoAWQ lets it where it has no other place for scales; only "
+            "checkpoints whose weights alone are quantized are read here: quantize the model that it was made from"
+        )
     check_kinds(name, tensors, _KINDS, ("qweight", "qzeros", "scales"))
     columns, words = tensors["qweight"].shape
     _, group_size, sym = declared.for_module(name)

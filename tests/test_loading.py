@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+import transformers
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
@@ -110,6 +111,24 @@ def test_what_other_programs_write_or_leave_out_is_accepted(checkpoint, expected
     assert not torch.equal(theirs, expected)
     for backend in ("torch", "cpu"):
         assert torch.equal(outputs(load(checkpoint, device="cpu", backend=backend)[0]), theirs)
+
+
+def test_quantized_blocks_that_the_model_leaves_out(checkpoint, expected, tmp_path, monkeypatch):
+    """Such as those that predict further tokens; other programs quantize them, too."""
+
+    def repeat(tensors):
+        block = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.1.")}
+        tensors |= {name.replace(".1.", ".2."): tensor.clone() for name, tensor in block.items()}
+
+    rewrite(checkpoint, repeat)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.2\.\S+ belongs to no module"):
+        load(checkpoint, device="cpu")
+    left_out = [r"model\.layers\.2.*"]
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", left_out)
+    model, _ = load(checkpoint, device="cpu")
+    assert torch.equal(outputs(model), expected)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(outputs(load(tmp_path / "saved", device="cpu")[0]), expected)
 
 
 def test_dtypes(checkpoint):

@@ -136,8 +136,9 @@ def install(
     twice = [name for name in checkpoint.other_names if names.working(name) in places]
     if twice:
         raise CheckpointError(f"{some(twice)}: the layer is quantized, too; remove the one that is not meant")
+    unwanted = _unwanted(empty)
     for name in checkpoint.layers:
-        if whole or names.known(f"{name}.weight"):
+        if names.known(f"{name}.weight") or (whole and not unwanted.search(name)):
             path = _place(empty, checkpoint, names, name)
             bias = _bias(name, checkpoint.bias(name), empty.model.get_submodule(path))
             layer = make_linear(checkpoint.weight(name).to(device), bias, dtype, name=path, backend=backend)
@@ -184,15 +185,20 @@ def _bias(name: str, bias: Tensor | None, owner: Any) -> Tensor | None:
     return bias
 
 
+def _unwanted(empty: EmptyModel) -> re.Pattern[str]:
+    """Return what stored names match that the model leaves out, such as blocks that predict further tokens."""
+    return re.compile("|".join([*_STALE, *(empty.stacked._keys_to_ignore_on_load_unexpected or ())]))
+
+
 def _check_rest(empty: EmptyModel, checkpoint: Checkpoint, names: StoredNames) -> None:
     """Refuse stored tensors that the model has no place for."""
     meta = checkpoint.quantization_config.get("meta")
     allowed = {name for name, _ in empty.stacked.named_buffers()}
     passed = meta.get("passthrough_tensors") if isinstance(meta, dict) else None
     allowed |= {name for name in passed if isinstance(name, str)} if isinstance(passed, list) else set()
-    ignored = re.compile("|".join([*_STALE, *(empty.stacked._keys_to_ignore_on_load_unexpected or ())]))
+    unwanted = _unwanted(empty)
     rest = [name for name in checkpoint.other_names if not names.known(name)]
-    unexpected = [name for name in rest if name not in allowed and not ignored.search(name)]
+    unexpected = [name for name in rest if name not in allowed and not unwanted.search(name)]
     if unexpected:
         raise CheckpointError(
             f"{some(unexpected)}: no place for them in {type(empty.model).__name__}; config.json describes another "

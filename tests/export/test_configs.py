@@ -355,3 +355,11 @@ def test_what_is_not_read_of_a_config_is_no_damage(material, tmp_path):
         (source / file).write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"pack_dtype is 'int16'; only int32 words are read here$"):
         doctor(source)
+
+
+def test_scales_of_activations_that_autoawq_leaves_in_some_models(material, tmp_path):
+    source = material(format="awq").write(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    save_file({**tensors, "model.layers.0.mlp.act.scales": torch.ones(96).half()}, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"mlp\.act\.scales divides activations"):
+        open_checkpoint(source)
