@@ -5,9 +5,11 @@ A new format is one file of this folder, with a `Format`, and one entry of `FORM
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, cast
@@ -47,6 +49,10 @@ MATCHING_SECONDS = 5.0
 """What matching the names of a checkpoint with its own patterns may take."""
 
 
+_LITERAL = re.compile(r"\^?((?:[\w-]|\\\W)+)\$")
+"""Patterns that match one name alone, whose characters are escaped."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Declared:
     """What a checkpoint's quantization config declares.
@@ -79,23 +85,37 @@ class Declared:
         Raises:
             CheckpointError: A pattern with which matching takes too long.
         """
-        for pattern, values in self.dynamic.items():
-            if not pattern.startswith("-:") and self._matches(pattern.removeprefix("+:"), name):
-                size = values.get("group_size") or self.group_size
-                return values.get("bits") or self.bits, None if size == -1 else size, bool(values.get("sym", self.sym))
-        return self.bits, self.group_size, self.sym
+        names, patterns = self._rules
+        own, values = names.get(name, (len(self.dynamic), {}))
+        values = next((each for at, pattern, each in patterns if at < own and self._matches(pattern, name)), values)
+        size = values.get("group_size") or self.group_size
+        return values.get("bits") or self.bits, None if size == -1 else size, bool(values.get("sym", self.sym))
 
-    def _matches(self, pattern: str, name: str) -> bool:
+    @cached_property
+    def _rules(self) -> tuple[dict[str, tuple[int, Mapping[str, Any]]], list[tuple[int, Any, Mapping[str, Any]]]]:
+        """What `dynamic` says, with its places: by full names, of which there can be thousands, and by patterns."""
+        names: dict[str, tuple[int, Mapping[str, Any]]] = {}
+        patterns = []
+        for at, (key, values) in enumerate(self.dynamic.items()):
+            pattern = key.removeprefix("+:")
+            if literal := _LITERAL.fullmatch(pattern):
+                names.setdefault(re.sub(r"\\(.)", r"\1", literal[1]), (at, values))
+            elif not key.startswith("-:"):
+                patterns.append((at, regex.compile(pattern), values))
+        return names, patterns
+
+    def _matches(self, pattern: Any, name: str) -> bool:
         """Whether the name begins with what a pattern of unknown origin matches; all have `MATCHING_SECONDS` together.
 
         Patterns can take exponential time, and Python's own `re` has no limit.
         """
         begin = time.monotonic()
         try:
-            return regex.match(pattern, name, timeout=max(1e-3, MATCHING_SECONDS - sum(self._spent))) is not None
+            return pattern.match(name, timeout=max(1e-3, MATCHING_SECONDS - sum(self._spent))) is not None
         except TimeoutError as error:
             raise CheckpointError(
-                f"the config's pattern {pattern!r} takes more than {MATCHING_SECONDS} seconds to match; make it simpler"
+                f"the config's pattern {pattern.pattern!r} takes more than {MATCHING_SECONDS} seconds to match; make "
+                "it simpler"
             ) from error
         finally:
             self._spent[0] += time.monotonic() - begin

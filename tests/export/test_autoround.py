@@ -1,6 +1,7 @@
 """auto-round's own checkpoints: GPTQ's and AWQ's tensors under another config."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -125,6 +126,20 @@ def test_settings_of_single_modules(tmp_path):
     assert declared.for_module("model.layers.11.mlp.up_proj") == (4, 32, True)
     assert declared.for_module("lm_head") == (3, 32, True)
     assert declared.for_module("model.lm_head") == (4, 32, True)
+
+
+def test_settings_of_thousands_of_modules_by_name(tmp_path):
+    """As auto-round lists the experts of a mixture: each with each would take hours."""
+    names = [f"model.layers.{block}.mlp.experts.{expert}.up_proj" for block in range(48) for expert in range(128)]
+    extra = {name: {"bits": 8} for name in names[::2]} | {r".*layers\.7\..*": {"bits": 2}}
+    declared = open_checkpoint(write(tmp_path / "ar", extra_config=extra)).declared
+    begin = time.monotonic()
+    found = [declared.for_module(name)[0] for name in names]
+    assert time.monotonic() - begin < 3
+    assert found[::2] == [8] * (len(names) // 2)
+    assert [names[2 * at + 1].split(".")[2] == "7" for at in range(len(names) // 2)] == [
+        bits == 2 for bits in found[1::2]
+    ]
 
 
 @pytest.mark.parametrize(
