@@ -4,7 +4,8 @@ Of a layer with K inputs, N outputs and G groups:
 
     weight_packed       int32 (N, ceil(K * bits / 32))   codes, a bit stream along K
     weight_zero_point   int32 (ceil(N * bits / 32), G)   zero points 0 ... 2^bits - 1, a bit stream along N; only where
-                                                         the layer is asymmetric
+                                                         the layer is asymmetric (before 0.10: int8 (N, G), less
+                                                         2^(bits - 1), which is read, never written)
     weight_scale        float16 (N, G)                   (bfloat16 and float32 are read, never written)
     weight_shape        int64 (2,)                       N and K (int32 is read, never written)
     weight_g_idx        int32 (K,)                       group of every input column; only with act-order
@@ -46,7 +47,7 @@ from .modules import (
 
 _KINDS = {
     "weight_packed": WORDS,
-    "weight_zero_point": WORDS,
+    "weight_zero_point": (2, (torch.int32, torch.int8)),
     "weight_scale": (2, (*SCALES[1], torch.float32)),
     "weight_shape": (1, (torch.int64, torch.int32)),
     "weight_g_idx": INDEX,
@@ -103,11 +104,12 @@ def layer_spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> 
         raise CheckpointError(f"{name}.weight_shape is no shape (out, in); fetch the files again")
     else:
         rows, columns = map(int, shape)
-    size = group_size or columns
+    size, zero = group_size or columns, tensors.get("weight_zero_point")
+    lines = rows if zero is not None and zero.dtype == torch.int8 else _words(rows, bits)
     shapes = {
         "weight_packed": (rows, _words(columns, bits)),
         "weight_scale": (rows, -(-columns // size)),
-        "weight_zero_point": (_words(rows, bits), -(-columns // size)),
+        "weight_zero_point": (lines, -(-columns // size)),
         "weight_g_idx": (columns,),
         "bias": (rows,),
     }
@@ -132,7 +134,9 @@ def unpack_layer(name: str, tensors: Mapping[str, Tensor], spec: LayerSpec) -> Q
     """Return the weight that a layer's tensors hold, exactly; CheckpointError for scales that are not finite."""
     codes = _from_stream(tensors["weight_packed"], spec.bits, spec.in_features)
     zero = tensors.get("weight_zero_point")
-    if zero is not None:
+    if zero is not None and zero.dtype == torch.int8:
+        zero = zero.to(torch.int16) + (1 << (spec.bits - 1))
+    elif zero is not None:
         zero = _from_stream(zero.t(), spec.bits, spec.out_features).t()
     index = tensors.get("weight_g_idx")
     return make_weight(spec, codes, tensors["weight_scale"], zero, index, where=f"{name}.weight_scale")

@@ -347,6 +347,19 @@ def test_shapes_and_scales_of_compressed_tensors_in_other_dtypes(material, tmp_p
         convert(source, tmp_path / "other", format="gptq_v2")
 
 
+def test_zero_points_as_compressed_tensors_stored_them_before_0_10(material, tmp_path):
+    source = material(format="compressed-tensors", sym=False).write(tmp_path / "source")
+    name = "model.layers.0.mlp.down_proj"
+    expected, tensors = open_checkpoint(source).weight(name), load_file(source / "model.safetensors")
+    tensors[f"{name}.weight_zero_point"] = (expected.zero_point() - 8).to(torch.int8)
+    save_file(tensors, source / "model.safetensors")
+    assert same(open_checkpoint(source).weight(name), expected)
+    tensors[f"{name}.weight_zero_point"] = tensors[f"{name}.weight_zero_point"][:8]
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"weight_zero_point has shape \(8, 3\)"):
+        open_checkpoint(source)
+
+
 def test_what_is_not_read_of_a_config_is_no_damage(material, tmp_path):
     source = material().write(tmp_path / "source")
     for file in ("config.json", "quantize_config.json"):
