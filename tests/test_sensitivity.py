@@ -5,8 +5,9 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-from gptqkit import QuantizeConfig, Run, inspect, load
+from gptqkit import QuantizeConfig, Run, imatrix, inspect, load
 from gptqkit.calibration.samples import Samples
 from gptqkit.distributed import Processes
 from gptqkit.errors import ConfigError, DoesNotFitError, NonFiniteError
@@ -14,7 +15,7 @@ from gptqkit.model import FloatModel
 from gptqkit.progress import silent
 from gptqkit.sensitivity import sensitivities
 from support.models import build, overflowing, samples
-from support.pipeline import outputs, quantize, weights
+from support.pipeline import assert_close, outputs, quantize, weights
 
 
 def loud(name="qwen2"):
@@ -55,9 +56,69 @@ def test_bits_go_where_they_matter(tmp_path, target):
             assert len(kinds) == 1
 
 
+def test_a_block_counts_no_more_for_being_louder(tmp_path):
+    """What both blocks add outweighs what enters them, so the second one's output is a hundred times as large."""
+    model = build("qwen2")
+    for block, factor in zip(model.model.layers, (100, 10000), strict=True):
+        for linear in (block.self_attn.o_proj, block.mlp.down_proj):
+            linear.weight.data.mul_(factor)
+    modules = quantize(model, tmp_path / "out", samples(16), bits=3, target_bits=3.6).report.modules
+    mean = [sum(module.bits for module in modules if module.layer == block) / 7 for block in range(2)]
+    assert mean[1] <= mean[0]
+
+
+@pytest.fixture
+def entered(monkeypatch):
+    """All hidden states that enter blocks, each with the number of the block."""
+    forward, found = Qwen2DecoderLayer.forward, []
+
+    def record(self, hidden_states, *arguments, **named):
+        found.append((self.self_attn.layer_idx, hidden_states.detach().clone()))
+        return forward(self, hidden_states, *arguments, **named)
+
+    monkeypatch.setattr(Qwen2DecoderLayer, "forward", record)
+    return found
+
+
+def test_bits_are_chosen_in_the_float_model(tmp_path, entered):
+    class Chosen(Exception):
+        pass
+
+    def stop(step):
+        if step.stage == "quantize":
+            raise Chosen
+
+    model, tokens = build("qwen2"), samples(5)
+    with torch.no_grad():
+        model(tokens.input_ids)
+    expected = dict(entered)[1]
+    entered.clear()
+    with pytest.raises(Chosen):
+        quantize(model, tmp_path / "out", tokens, bits=2, target_bits=3.6, progress=stop, run={"batch_size": 5})
+    entering = [states for block, states in entered if block == 1]
+    assert len(entering) > 4
+    for states in entering:
+        assert_close(states, expected[: len(states)])
+
+
+def test_no_more_samples_go_through_a_block_at_once_than_asked_for(tmp_path, entered):
+    """While bits are chosen, and an importance matrix is made."""
+    quantize(build("qwen2"), tmp_path / "out", samples(5), target_bits=3.6, run={"batch_size": 2})
+    assert {len(states) for _, states in entered} == {1, 2}
+    entered.clear()
+    imatrix(build("qwen2"), samples(5).input_ids, tmp_path / "imatrix.gguf", run={"device": "cpu", "batch_size": 2})
+    assert {len(states) for _, states in entered} == {1, 2}
+
+
 def test_smaller_groups_are_choices_too(tmp_path):
-    quantize(loud(), tmp_path / "out", samples(16), bits=4, group_size=64, target_bits=3.9)
-    assert {weight.group_size for weight in weights(tmp_path / "out").values()} == {32, 64}
+    """Of the Linears that groups of 64 fit; those of 8 bits keep the size that was asked for."""
+    kept = {}
+    for target in (3.9, 9.0):
+        quantize(loud(), tmp_path / str(target), samples(16), bits=4, group_size=64, target_bits=target)
+        found = [weight for weight in weights(tmp_path / str(target)).values() if weight.in_features == 64]
+        kept[target] = {(weight.bits, weight.group_size) for weight in found}
+    assert {size for _, size in kept[3.9]} == {32, 64}
+    assert {size for bits, size in kept[9.0] if bits == 8} == {64}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .calibration.batches import Batches
+from .calibration.batches import Batches, pieces
 from .calibration.cache import ActivationCache, Handed
 from .calibration.capture import (
     BlockCall,
@@ -303,17 +303,19 @@ class Streams:
     def first_samples(self, layer: int, count: int = 1) -> Callable[[nn.Module], Tensor]:
         """Return what runs block `layer`, or another in its place, on the first samples in a row that count.
 
-        It returns hidden states, samples first, with 0 for padding.
+        It returns hidden states, samples first, with 0 for padding. As many samples as in any batch go at once.
         """
         mine, counts = self.batches.mine, self.batches.counts
         start = next((sample for sample in mine if counts[sample]), mine.start)
         rest = range(start + 1, min(start + count, mine.stop))
         first = range(start, next((sample for sample in rest if not counts[sample]), rest.stop))
-        call, hidden = self._call(first, layer), self._read("hidden", first, layer)
+        calls = {part: self._call(part, layer) for part in pieces(first, self.batches.size)}
+        hidden = {part: self._read("hidden", part, layer) for part in calls}
+        axis = self._stack(layer).axis
 
         def run(block: nn.Module) -> Tensor:
-            states = self._run(call, hidden, block).movedim(self._stack(layer).axis, 0)
-            return self._of_tokens(states, first)
+            states = {part: self._run(call, hidden[part], block).movedim(axis, 0) for part, call in calls.items()}
+            return torch.cat([self._of_tokens(each, part) for part, each in states.items()])
 
         return run
 
