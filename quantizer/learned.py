@@ -55,12 +55,9 @@ class LearnedWeight:
         """Go one step against the signs of the gradient with respect to `value()`, (out, in)."""
         gradient = gradient.float() if self._back is None else gradient.float()[:, torch.argsort(self._back)]
         gradient = gradient.reshape(self._position.shape)
-        raw = (self._position + self._move).round_()
-        codes = raw.clamp(0, self._top)
-        moves = gradient.sign().mul_(self._scale.sign())  # GGUF's symmetric grids may have negative scales
-        moves *= codes == raw  # a code beyond the end of its grid moves nothing
-        along = (gradient * codes.mul_(self._scale).add_(self._offset)).sum(-1, keepdim=True)
-        self._move.sub_(moves, alpha=step).clamp_(-0.5, 0.5)
+        along = (gradient * self._codes().mul_(self._scale).add_(self._offset)).sum(-1, keepdim=True)
+        # GGUF's symmetric grids may have negative scales. A code beyond the end of its grid stays there however moved.
+        self._move.sub_(gradient.sign().mul_(self._scale.sign()), alpha=step).clamp_(-0.5, 0.5)
         if self._snap is not None:
             self._stretch.sub_(along.sign_(), alpha=scale_step)
 

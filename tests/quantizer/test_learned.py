@@ -104,6 +104,13 @@ def test_the_loss_falls_or_nothing_changes(settings):
     assert learned.before == loss([("only", start.dequantize())])
     assert learned.after == loss([("only", learned.weights["only"].dequantize())]) < 0.8 * learned.before
 
+    codes_alone = learn({"only": solution}, None, iterations=100, gradients=gradients, score=loss).weights["only"]
+    for part in ("scale", "offset"):
+        assert torch.equal(getattr(codes_alone, part), getattr(start, part))
+        assert not torch.equal(getattr(learned.weights["only"], part), getattr(start, part))
+    for weight in (codes_alone, learned.weights["only"]):
+        assert not torch.equal(weight.codes, start.codes)
+
     uphill = learn(
         {"only": solution},
         snap_of(config),
@@ -130,6 +137,18 @@ def test_zero_points_stay_where_float16_ends(sym, version):
             wanted = (solved.scale * factor).clamp(torch.finfo(torch.float16).tiny, torch.finfo(torch.float16).max)
             assert torch.allclose(found.scale, wanted, rtol=2**-10, atol=0)
             assert torch.equal(found.scale.half().float(), found.scale)
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+def test_stretched_scales_take_their_zero_points_along(bits):
+    config = QuantizeConfig(bits=bits, group_size=16, sym=False, method="rtn")
+    values = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(3)) - 0.5
+    weight = find_method("rtn").solve(values, None, config, snap_of(config)).weight
+    stretch = torch.linspace(-0.05, 0.05, weight.scale.numel()).view_as(weight.scale)
+    found = stretched(weight, stretch, snap_of(config))
+    assert torch.equal(found.codes, weight.codes)
+    assert torch.equal(found.zero_point(), weight.zero_point())
+    assert torch.allclose(found.dequantize(), weight.dequantize() * stretch.exp()[:, weight.group_index], rtol=2e-3)
 
 
 def test_a_solution_without_its_latent_is_refused():
