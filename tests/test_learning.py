@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 
+import gptqkit
 from gptqkit import load, tuning
 from gptqkit.calibration.samples import Samples, load_samples
 from gptqkit.display import quantization_summary
@@ -242,6 +243,43 @@ def test_samples_left_out_are_not_tuned_on(tmp_path, size):
     assert report.excluded_samples == 4
     assert report.tuning.divergence < report.tuning.divergence_before
     assert divergence(tmp_path / "out", model, ids[15:16]) == pytest.approx(report.tuning.divergence, rel=1e-3)
+
+
+def test_padding_is_not_tuned_on(tmp_path):
+    """The last sample is kept aside, of which 14 of 24 tokens are text."""
+    model, tokens = build("qwen2"), samples(padded=True)
+    rows = [
+        {"input_ids": ids, "attention_mask": mask}
+        for ids, mask in zip(tokens.input_ids.tolist(), tokens.attention_mask.long().tolist(), strict=True)
+    ]
+    config = {"bits": 2, "group_size": 32, "method": "rtn", "tune_epochs": 1}
+    report = gptqkit.quantize(model, rows, tmp_path / "out", config, run={"device": "cpu"}).report
+    found = divergence(tmp_path / "out", model, tokens.input_ids[-1:, :14])
+    assert found == pytest.approx(report.tuning.divergence, rel=1e-3)
+
+
+@pytest.mark.parametrize(("scores", "kept"), [((3.0, 1.0, 2.0), "first"), ((3.0, 4.0, 3.5), "none")])
+def test_the_epoch_that_is_best_on_samples_kept_aside_is_written(tmp_path, monkeypatch, scores, kept):
+    """Here it is told which one that is; the second has moved scales on from where the first left them."""
+    said, moved = iter(scores), []
+    step = torch.optim.Adam.step
+
+    def record(self, *arguments):
+        step(self, *arguments)
+        learned = [parameter.detach().exp().flatten() for group in self.param_groups for parameter in group["params"]]
+        moved.append(torch.cat(learned))
+
+    monkeypatch.setattr("gptqkit.tuning._Run.score", lambda _: next(said))
+    monkeypatch.setattr(torch.optim.Adam, "step", record)
+    model, settings = build("qwen2"), {"bits": 2, "method": "rtn"}
+    quantize(model, tmp_path / "plain", samples(8), **settings)
+    tuning = quantize(model, tmp_path / "out", samples(8), **settings, tune_epochs=2).report.tuning
+    assert (tuning.divergence_before, tuning.divergence) == (3.0, min(scores))
+    assert len(moved) == 4  # two steps in each epoch
+    scales = [[each.scale.flatten() for each in weights(tmp_path / out).values()] for out in ("plain", "out")]
+    before, after = map(torch.cat, scales)
+    expected = {"none": torch.ones(()), "first": moved[1], "last": moved[3]}[kept]
+    assert torch.allclose(after / before, expected, rtol=2e-3)
 
 
 @pytest.mark.slow
