@@ -13,7 +13,8 @@ import transformers
 
 import gptqkit
 from gptqkit.errors import ConfigError, DoesNotFitError
-from gptqkit.memory import available_ram
+from gptqkit.memory import available_ram, estimate
+from gptqkit.model import open_empty
 from gptqkit.units import size_text
 from support import gguf_files
 from support.jobs import processes
@@ -233,6 +234,27 @@ def test_hidden_states_are_kept_where_they_fit_best(folder, machine):
     machine(ram=4 * states - 2)
     assert plan(folder).activations == "disk"
     assert plan(folder, activations="memory").activations == "memory"  # what was asked for is not changed
+    assert plan(folder, activations="device").needs["RAM"]["hidden states"] == 2 * states  # which is the CPU's
+
+
+def test_processes_share_the_samples_and_the_ram_of_their_machine(folder, machine):
+    machine(ram=1 << 30)
+    settings = gptqkit.QuantizeConfig(quality="fast"), (128, 256), gptqkit.Run(), torch.device("cpu"), folder
+    one, four = (estimate(open_empty(folder), *settings, processes=count) for count in (1, 4))
+    assert one.available["RAM"] == 4 * four.available["RAM"] == 1 << 30
+    assert one.needs["RAM"]["hidden states"] == 4 * four.needs["RAM"]["hidden states"]
+    assert one.needs["disk"] == four.needs["disk"]
+
+
+def test_sizes_that_are_chosen_are_those_of_the_plan(folder):
+    """What a target of bits leaves free has its own; a target of bytes is the checkpoint's size."""
+
+    def size(**config):
+        return gptqkit.plan(folder, None, {"group_size": 64, **config}, run={"device": "cpu"}).output_bytes
+
+    assert size(target_bits=3.5, overrides={"proj": {"bits": 8}}) == size(bits=8)
+    assert size(bits=3) < size(target_bits=3.7) < size(bits=4)  # of which scales are a quarter of a bit
+    assert size(target_size=1 << 20) == 1 << 20
 
 
 def test_a_plan_takes_all_settings_as_dictionaries(folder):

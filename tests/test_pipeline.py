@@ -70,13 +70,17 @@ def test_each_module_is_solved_on_the_inputs_of_the_quantized_model(method, true
     config = gptqkit.QuantizeConfig(group_size=32, sym=False, method=method)
     overrides = {r"layers\.1.*k_proj": SKIP, r"layers\.1.*q_proj": gptqkit.ModuleOverride(bits=3, group_size=-1)}
     chosen = {"method": method, "true_sequential": true_sequential, "overrides": overrides, "lm_head": True}
-    reports = {each.name: each for each in quantize(model, tmp_path / "out", tokens, **chosen).report.modules}
+    report = quantize(model, tmp_path / "out", tokens, **chosen).report
+    reports = {each.name: each for each in report.modules}
     solved = weights(tmp_path / "out")
     stages = [[f"model.layers.{layer}.{name}" for name in names] for layer in range(2) for names in SUBSETS]
     if not true_sequential:
         stages = [[name for names in of_block for name in names] for of_block in (stages[:4], stages[4:])]
     stages = [[name for name in stage if name != "model.layers.1.self_attn.k_proj"] for stage in [*stages, ["lm_head"]]]
     assert list(reports) == [name for stage in stages for name in stage]
+    sizes = {name: tensor.numel() for name, tensor in model.model.layers.named_parameters() if tensor.ndim == 2}
+    assert report.block_weights == sum(sizes.values())  # of which one stays in floating point; lm_head is no block's
+    assert report.quantized_weights == report.block_weights - sizes["1.self_attn.k_proj.weight"]
     for stage in stages:
         x = {name: inputs_of(quantized, name, tokens) for name in stage}
         for name in stage:
@@ -94,6 +98,19 @@ def test_each_module_is_solved_on_the_inputs_of_the_quantized_model(method, true
             assert reports[name].tokens == len(x[name])
         for name in stage:
             quantized.get_submodule(name).weight.data = solved[name].dequantize()
+
+
+def test_what_refinement_leaves_of_the_loss_is_told(tmp_path):
+    """The loss is the square of the error but for damping; q, k and v of the first block see the same either way."""
+    model, settings = build("llama"), {"bits": 2, "damp_percent": 1e-6}
+    plain, refined = (
+        quantize(model, tmp_path / str(rounds), refine_rounds=rounds, **settings).report.modules[:3]
+        for rounds in (0, 2)
+    )
+    for before, after in zip(plain, refined, strict=True):
+        assert before.refined is None
+        assert after.refined == pytest.approx((after.error / before.error) ** 2, abs=1e-3)
+        assert after.refined < 0.98
 
 
 @pytest.mark.parametrize(("name", "method", "padded"), [("mixtral", "gptq", True), ("gpt_oss", "gptaq", False)])

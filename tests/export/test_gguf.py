@@ -299,7 +299,7 @@ def test_models_and_tokenizers_that_are_not_written_are_refused_before_any_work(
 
 
 def test_an_importance_matrix_is_the_sum_of_squares_of_inputs(tmp_path):
-    model = build("Mixtral", **NARROW, num_local_experts=4)
+    model = build("Mixtral", **NARROW, num_local_experts=4).bfloat16()
     save(model, tmp_path / "float")
     calibration = {"source": tokens().input_ids, "samples": 6}
     gptqkit.imatrix(tmp_path / "float", calibration, tmp_path / "imatrix.gguf", run={"device": "cpu"})
@@ -311,7 +311,7 @@ def test_an_importance_matrix_is_the_sum_of_squares_of_inputs(tmp_path):
     for name in ("self_attn.v_proj", "post_attention_layernorm"):
         model.get_submodule(f"model.layers.1.{name}").register_forward_pre_hook(record(name))
     with torch.no_grad():
-        model(tokens().input_ids)
+        model.float()(tokens().input_ids)  # in which a CPU computes
     found = {each.name: each.data for each in GGUFReader(tmp_path / "imatrix.gguf").tensors}
     rows = torch.cat(seen["self_attn.v_proj"])
     assert found["blk.1.attn_v.weight.in_sum2"].shape == (1, 64)
@@ -325,6 +325,19 @@ def test_an_importance_matrix_is_the_sum_of_squares_of_inputs(tmp_path):
         gptqkit.imatrix(tmp_path / "float", calibration, tmp_path / "imatrix.gguf")
     with pytest.raises(ConfigError, match=r"there is no folder .*missing; make it"):
         gptqkit.imatrix("nowhere", calibration, tmp_path / "missing" / "imatrix.gguf")
+
+
+def test_what_fits_into_no_gguf_file_is_left_out_of_an_importance_matrix_and_named(tmp_path, caplog):
+    save(build(**{**NARROW, "intermediate_size": 80}), tmp_path / "float")
+    calibration, out = {"source": tokens().input_ids, "samples": 6}, tmp_path / "imatrix.gguf"
+    with pytest.raises(ConfigError, match=r"2 Linears stay in floating point: model\.layers\.0\.mlp\.down_proj"):
+        gptqkit.imatrix(tmp_path / "float", calibration, out, run={"device": "cpu", "strict": True})
+    assert not out.exists()
+    gptqkit.imatrix(tmp_path / "float", calibration, out, run={"device": "cpu"})
+    assert "2 Linears stay in floating point: model.layers.0.mlp.down_proj" in caplog.text
+    names = {each.name.partition(".weight")[0] for each in GGUFReader(out).tensors}
+    assert {"blk.0.ffn_up", "blk.1.attn_v"} < names
+    assert not any("ffn_down" in name for name in names)
 
 
 def test_llama3_frequencies_are_those_of_transformers(tmp_path):
