@@ -78,6 +78,8 @@ def test_what_an_encoder_has_not_is_refused(source, out, tmp_path):
     for model in (source, build("bert")):
         with pytest.raises(ConfigError, match="evaluate_on measures perplexity"):
             gptqkit.quantize(model, calibration, tmp_path / "x", evaluate_on="text.txt", progress=worked.append)
+        with pytest.raises(ConfigError, match="BertModel, an encoder, predicts no tokens to tune scales on"):
+            gptqkit.quantize(model, calibration, tmp_path / "x", {"tune_epochs": 1}, progress=worked.append)
     assert not worked
     assert not list(tmp_path.iterdir())
 
@@ -100,6 +102,8 @@ def test_pooling_of_sentence_transformers_is_respected_or_refused(pooling, found
     else:
         scores = gptqkit.evaluate(build("bert"), TEXTS, CPU, reference=folder)
         assert (scores.pooling, scores.rank_agreement) == (found, 1)
+        other = sentence_model(tmp_path / "reference", {"pooling_mode": "cls"})
+        assert gptqkit.evaluate(folder, TEXTS, CPU, reference=other).pooling == found  # the model's own comes first
 
 
 def test_only_models_that_generate_have_a_perplexity(tmp_path):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from gptqkit.errors import ConfigError
+from gptqkit.errors import CalibrationError, ConfigError
 from gptqkit.evaluating import evaluate
 from gptqkit.evaluation.config import Evaluation
 from gptqkit.loading import load_float
@@ -55,6 +55,24 @@ def test_windows_are_as_long_as_the_model_takes_and_never_longer(example_model, 
         evaluate(example_model, text_file, Evaluation(sequence_length=513, device="cpu"))
     with pytest.raises(ConfigError, match="is not quantized"):
         evaluate(example_model, text_file, Evaluation(backend="torch", device="cpu"))
+
+
+def test_a_tokenizer_that_is_given_stands_for_the_model_s_own(example_model, tokenizer, small_text):
+    """Here one that finds the same tokens in reverse."""
+
+    def backwards(text, **how):
+        return {"input_ids": tokenizer(text, **how)["input_ids"][::-1]}
+
+    text, how = small_text[:2000], Evaluation(sequence_length=64, device="cpu")
+    found = evaluate(example_model, [text], how, tokenizer=backwards)
+    assert found.perplexity == evaluate(example_model, backwards(text)["input_ids"], how).perplexity
+
+
+def test_tokens_must_be_known_to_the_model_and_the_reference():
+    narrow, wide = build("llama", vocab_size=80), build("llama")
+    for models in ((narrow, wide), (wide, narrow)):
+        with pytest.raises(CalibrationError, match=r"ids must lie in 0 \.\.\. 79"):
+            evaluate(models[0], [90] * 24, Evaluation(sequence_length=24), reference=models[1])
 
 
 @pytest.mark.parametrize(("name", "reference"), [("llama", "bert"), ("llama", "t5"), ("t5", "llama")])
