@@ -193,7 +193,15 @@ def test_what_cannot_be_compared_is_one_line_before_any_work(checkpoints, exampl
         else:
             config = json.loads((other / "config.json").read_text())
             (other / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
-    command = ["compare", str(checkpoints / "b4"), str(other), "--dataset", str(text), *LENGTH, *more]
+    command = [
+        "compare",
+        *(str(checkpoints / name) for name in ("b4", "b2")),
+        str(other),
+        "--dataset",
+        str(text),
+        *LENGTH,
+        *more,
+    ]
     assert cli.main(command) == 1
     out, error = capsys.readouterr()
     assert out == ""

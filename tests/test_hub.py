@@ -1,5 +1,6 @@
 """Models and tokenizers by name: ids of a Hub that is replaced, folders, and names that are neither."""
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -48,6 +49,8 @@ def test_an_id_may_stand_wherever_a_folder_may(hub, tmp_path):
     cache = tmp_path / "cache" / "org" / "float" / "v1"
     run = {"revision": "v1", "device": "cpu"}
     assert gptqkit.plan("org/float", config=SETTINGS, run=run).blocks == 2
+    choice = gptqkit.recommend("org/float", "1GB", "gptqkit", revision="v1")[0]
+    assert shlex.split(choice.command)[:5] == ["gptqkit", "quantize", "org/float", "--revision", "v1"]
     assert [file.name for file in cache.iterdir() if file.suffix != ".json"] == []
     report = gptqkit.quantize("org/float", None, tmp_path / "out", SETTINGS, run=run).report
     assert report.model == "org/float"
