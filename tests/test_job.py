@@ -223,9 +223,10 @@ def test_out_of_memory_halves_the_batch_for_good(job_models, tmp_path, monkeypat
         small = quantize(job_models, "gptq", tmp_path / "small", batch_size=4)
     assert small.report.batch_size == 2
     quantize(job_models, "gptq", tmp_path / "two", batch_size=2)  # the same batches from the start
-    with monkeypatch.context() as patch, pytest.raises(Stop):
+    with monkeypatch.context() as patch:
         before_blocks(patch, too_little_memory(2))
-        quantize(job_models, "gptq", tmp_path / "resumed", batch_size=4, progress=at(9, stop))
+        with pytest.raises(Stop):
+            quantize(job_models, "gptq", tmp_path / "resumed", batch_size=4, progress=at(9, stop))
     resumed = quantize(job_models, "gptq", tmp_path / "resumed", batch_size=4, resume=True)  # with memory again
     assert resumed.report.batch_size == 2
     small, two, again = (contents(tmp_path / name)["model.safetensors"] for name in ("small", "two", "resumed"))

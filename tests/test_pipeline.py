@@ -257,6 +257,8 @@ REFUSED = [
     (ConfigError, "sequence_length is 65, but the model has 64 positions", {"length": 65}),
     (ConfigError, "sequence_length is 65, but .* 64 positions", {"length": None, "source": IDS.new_ones(2, 65)}),
     (DatasetUnavailableError, "nowhere.txt", {"evaluate_on": "nowhere.txt"}),
+    (CalibrationError, "the text has 20 tokens, less than one window of 24", {"evaluate_on": IDS[0, :20]}),
+    (CalibrationError, r"token id 1\d\d .* the model's vocabulary", {"evaluate_on": IDS.flatten() + 90}),
     (ConfigError, "device is 'meta'", {"run": {"device": "meta"}}),
     (NotADirectoryError, "short.txt", {"out": "short.txt/out"}),
     (ArchitectureError, "model is a Linear", {"model": nn.Linear(32, 32)}),

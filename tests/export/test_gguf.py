@@ -323,6 +323,11 @@ def test_an_importance_matrix_is_the_sum_of_squares_of_inputs(tmp_path):
     assert field(tmp_path / "imatrix.gguf", "imatrix.chunk_count") == 6
     with pytest.raises(gptqkit.OutputExistsError):
         gptqkit.imatrix(tmp_path / "float", calibration, tmp_path / "imatrix.gguf")
+    with pytest.raises(gptqkit.OutputExistsError):  # nor is a folder taken for a file to overwrite
+        gptqkit.imatrix("nowhere", calibration, tmp_path / "float", run={"overwrite": True})
+    fewer, again = {"source": tokens(3).input_ids, "samples": 3}, {"device": "cpu", "overwrite": True}
+    gptqkit.imatrix(tmp_path / "float", fewer, tmp_path / "imatrix.gguf", run=again)
+    assert field(tmp_path / "imatrix.gguf", "imatrix.chunk_count") == 3
     with pytest.raises(ConfigError, match=r"there is no folder .*missing; make it"):
         gptqkit.imatrix("nowhere", calibration, tmp_path / "missing" / "imatrix.gguf")
 
