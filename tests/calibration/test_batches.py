@@ -24,3 +24,36 @@ def test_numbers_whose_sum_overflows_are_none_that_are_not_finite(bad, dtype):
     kept = batches.counted(range(3), [rows], None, "here", routed=False, skip=True)[0]
     assert kept.equal(torch.cat([rows[:4], rows[8:]]))
     assert batches.counts.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_what_stands_in_padding_is_not_looked_at(across):
+    """Rows are the tokens of one sample after another, or where hidden states are (length, samples) the other way."""
+    mask = torch.tensor([[True, True, True, True], [True, True, False, False], [True, False, False, False]])
+    samples = Samples(torch.ones(3, 4, dtype=torch.int64), mask)
+    batches = Batches(samples, [samples], range(3), 3, torch.device("cpu"))
+    batches.across = across
+    states = torch.arange(24.0).view(3, 4, 2).masked_fill(~mask.unsqueeze(-1), math.nan)
+    wanted = states[mask]
+    if across:
+        states, wanted = states.transpose(0, 1), states.transpose(0, 1)[mask.T]
+    assert batches.counted(range(3), [states], None, "here", routed=False, skip=False)[0].equal(wanted)
+    states[(0, 1) if across else (1, 0)] = math.nan  # the first token of the second
+    with pytest.raises(NonFiniteError, match="here, calibration sample 1;"):
+        batches.counted(range(3), [states], None, "here", routed=False, skip=False)
+
+
+@pytest.mark.parametrize(
+    ("count", "left_out", "learned", "aside"),
+    [
+        (16, [], range(14), range(14, 16)),
+        (16, [3, 15], range(14), range(14, 15)),  # the last one that counts is kept aside
+        (5, [], range(4), range(4, 5)),
+        (1, [], range(1), range(1)),
+    ],
+)
+def test_some_samples_are_kept_aside_to_choose_by(count, left_out, learned, aside):
+    samples = Samples(torch.ones(count, 4, dtype=torch.int64))
+    batches = Batches(samples, [samples], range(count), 3, torch.device("cpu"))
+    batches.counts[left_out] = False
+    assert batches.split() == (learned, aside)
