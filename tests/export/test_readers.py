@@ -9,9 +9,10 @@ from gptqkit.export.readers import Facts, readers_of
 from support.weights import random_weight
 
 
-def llama(hidden=4096, inner=11008, heads=32, shared=32, group=128, count=1, **settings):
+def llama(hidden=4096, inner=11008, heads=32, shared=32, group=128, count=1, composite=False, **settings):
     """What one reader says of a Llama of these sizes, whose layers `count` GPUs share, by its name."""
     values = {"format": "gptq", "bits": 4, "sym": True, "act_order": False, "dtype": "float16", **settings}
+    values = {"desc_act": values["act_order"], "writer": None, **values}
     keys = hidden * shared // heads
     shapes = {
         **{f"self_attn.{name}_proj": (hidden, rows) for name, rows in (("q", hidden), ("k", keys), ("v", keys))},
@@ -27,14 +28,14 @@ def llama(hidden=4096, inner=11008, heads=32, shared=32, group=128, count=1, **s
         )
         for name, (k, n) in shapes.items()
     }
-    declared = {name: values[name] for name in ("format", "bits", "sym")}
+    declared = {name: values[name] for name in ("format", "bits", "sym", "desc_act", "writer")}
     model = {"num_attention_heads": heads, "num_key_value_heads": shared, "dtype": values["dtype"]}
     found = readers_of(
         Facts(
-            declared=Declared(group_size=group, desc_act=values["act_order"], **declared),
+            declared=Declared(group_size=group, **declared),
             layers=layers,
             skipped=[],
-            model_config={"architectures": ["LlamaForCausalLM"], **model},
+            model_config={"architectures": ["LlamaForCausalLM"], **({"text_config": model} if composite else model)},
             quantization_config={},
             tensor_parallel=count,
         )
@@ -54,6 +55,7 @@ def llama(hidden=4096, inner=11008, heads=32, shared=32, group=128, count=1, **s
         ({"group": None, "format": "awq"}, 4, "o_proj has 1024 inputs on each GPU and groups of 4096"),
         ({"group": None, "format": "compressed-tensors"}, 4, ""),
         ({}, 3, "whole heads: of 32"),
+        ({"composite": True}, 3, "whole heads: of 32"),
         ({"inner": 14336, "shared": 8}, 8, ""),
         ({"inner": 14336, "shared": 8, "group": 32}, 16, ""),  # two GPUs have the same keys and values
         ({"hidden": 384, "inner": 768, "heads": 12, "shared": 1, "group": 32}, 12, ""),  # all have the one head of keys
@@ -75,6 +77,22 @@ def test_words_are_not_cut_between_gpus():
     assert "packed words" in llama(inner=48, group=None, count=4)["SGLang"].reasons[0]
 
 
+@pytest.mark.parametrize(
+    ("writer", "loads"),
+    [("gptqmodel:0.8.9", False), ("GPTQModel:0.9.0", True), ("gptqmodel:7.5.0", True), ("auto_gptq:0.9", False)],
+)
+def test_asymmetric_files_of_version_1_are_trusted_by_their_writer_alone(writer, loads):
+    assert llama(sym=False, writer=writer)["GPTQModel"].loads == loads
+    assert llama(writer=writer)["GPTQModel"].loads
+    assert llama(sym=False, format="gptq_v2", writer=writer)["GPTQModel"].loads
+
+
+def test_one_group_per_row_has_no_order():
+    for name in ("vLLM", "SGLang"):
+        assert llama(desc_act=True, group=None)[name].loads
+    assert "rejects desc_act" in llama(desc_act=True)["vLLM"].reasons[0]
+
+
 def noted(name, text, **sizes):
     return any(text in warning for warning in llama(**sizes)[name].warnings)
 
@@ -92,6 +110,7 @@ def test_what_loads_but_costs():
     for name in ("vLLM", "transformers"):
         assert noted(name, "bfloat16", dtype="bfloat16")
     assert not noted("SGLang", "bfloat16", dtype="bfloat16")
+    assert not noted("transformers", "bfloat16", dtype="bfloat16", format="gguf")
     # 64 outputs and 128 inputs, or 128 and 64, fill a tile of vLLM's kernel; its parts are 2752 and 5504 on 4 GPUs
     assert not noted("vLLM", "pads", group=32, count=4)
     assert noted("vLLM", "pads", inner=11008 - 32, group=32)
@@ -128,14 +147,13 @@ def test_zero_points_of_version_1_that_are_all_ones_are_counted(material, tmp_pa
     )
 
 
-def test_fused_parts_must_be_quantized_alike():
+@pytest.mark.parametrize("other", [{}, {"sym": False}, {"group_size": 32}, {"bits": 8}], ids=str)
+def test_fused_parts_must_be_quantized_alike(other):
     facts = {"declared": Declared(format="gptq", bits=4, group_size=64, sym=True, desc_act=False), "skipped": []}
-    q, k = (
-        LayerSpec(in_features=128, out_features=128, bits=4, group_size=64, sym=sym, act_order=False)
-        for sym in (True, False)
-    )
+    usual = {"in_features": 128, "out_features": 128, "bits": 4, "group_size": 64, "sym": True, "act_order": False}
+    q, k = LayerSpec(**usual), LayerSpec(**{**usual, **other})
     layers = {"model.layers.0.self_attn.q_proj": q, "model.layers.0.self_attn.k_proj": k}
     found = readers_of(Facts(layers=layers, model_config={}, quantization_config={}, **facts))
-    assert any(
-        "qkv_proj quantized alike" in reason for reader in found if reader.name == "SGLang" for reason in reader.reasons
-    )
+    for name in ("vLLM", "SGLang"):
+        [reader] = [reader for reader in found if reader.name == name]
+        assert any("qkv_proj quantized alike" in reason for reason in reader.reasons) == bool(other)
