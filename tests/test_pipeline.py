@@ -100,6 +100,15 @@ def test_each_module_is_solved_on_the_inputs_of_the_quantized_model(method, true
             quantized.get_submodule(name).weight.data = solved[name].dequantize()
 
 
+def test_plain_rounding_beside_any_method_is_what_rtn_comes_to(tmp_path):
+    """Whatever grids are searched for; q, k and v of the first block see the same either way."""
+    model = build("llama", num_hidden_layers=1)
+    rounded = quantize(model, tmp_path / "rtn", bits=2, method="rtn").report.modules[:3]
+    searched = quantize(model, tmp_path / "mse", bits=2, grid="mse").report.modules[:3]
+    assert [each.rounding_error for each in searched] == [pytest.approx(each.error) for each in rounded]
+    assert all(each.error < each.rounding_error for each in searched)
+
+
 def test_what_refinement_leaves_of_the_loss_is_told(tmp_path):
     """The loss is the square of the error but for damping; q, k and v see the same either way."""
     model, settings = build("llama", num_hidden_layers=1), {"bits": 2, "damp_percent": 1e-6}

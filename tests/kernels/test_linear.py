@@ -97,6 +97,9 @@ def test_changing_the_dtype_does_not_round_the_weight(scale):
     linear = TorchLinear(weight, torch.randn(64), torch.float32).to(torch.bfloat16).double().float()
     assert torch.equal(linear.dequantize(torch.float32), weight.dequantize())
     assert linear.bias.dtype == torch.float32
+    bias, x = torch.randn(64), torch.randn(3, 96)
+    found = TorchLinear(weight, bias, torch.float16)(x)  # computes in the dtype of what it receives
+    assert torch.equal(found, torch.nn.functional.linear(x, weight.dequantize(), bias.half().float()))
 
 
 def test_layers_hold_nothing_to_train_and_their_state_survives_saving():

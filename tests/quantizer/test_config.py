@@ -98,6 +98,7 @@ def test_defaults_that_depend_on_other_settings():
     assert QuantizeConfig(method="rtn").grid == "minmax"
     assert QuantizeConfig().quality == "balanced"
     assert QuantizeConfig(method="gptq").quality == "fast"
+    assert QuantizeConfig(quality="best").tune_epochs > QuantizeConfig(quality="best", type="Q4_K_M").tune_epochs == 0
 
 
 def test_json_brings_every_setting_back():

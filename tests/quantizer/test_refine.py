@@ -84,6 +84,11 @@ def test_what_was_rounded_last_rounds_to_the_codes(float64):
     assert solution.loss == pytest.approx(float(row_losses(weight, damping, solution.weight).sum()), rel=1e-4)
     plain = solve_gptq(weight, hessian, dataclasses.replace(settings, refine_rounds=0))
     assert solution.loss < solution.loss_before == pytest.approx(plain.loss)
+    dtype = torch.float64 if float64 else torch.float32
+    found = refine(plain.weight, weight.to(dtype), damping.to(dtype), snap_of(settings), 2)
+    values = found.weight.dequantize().double()
+    pull = ((weight - values) @ damping)[:, -1] / damping[-1, -1]  # of the last column, all others being as they are
+    assert torch.allclose(found.latent[:, -1].double(), values[:, -1] + pull, rtol=1e-3, atol=1e-4)
 
 
 def test_a_scale_that_the_file_can_only_hold_worse_stays():
@@ -102,6 +107,7 @@ def test_a_scale_that_the_file_can_only_hold_worse_stays():
 
     refined = refine(start, weight, damped(hessian), powers, 1)
     assert bool((losses(refined.weight) <= losses(start) * (1 + 1e-9)).all())
+    assert refined.gain == pytest.approx(float((losses(start) - losses(refined.weight)).sum()), rel=1e-6)
 
 
 def test_what_is_refined_is_the_loss_against_the_corrected_weight():
