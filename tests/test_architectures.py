@@ -189,7 +189,11 @@ def test_nothing_of_the_source_is_lost(tmp_path):
     assert (tmp_path / "out" / "preprocessor_config.json").exists()
     assert (tmp_path / "out" / "1_Pooling" / "config.json").exists()
     assert not (tmp_path / "out" / "modeling.py").exists()
-    gptqkit.load(tmp_path / "out", device="cpu")
+    gptqkit.convert(tmp_path / "out", tmp_path / "other", format="compressed-tensors")
+    written = json.loads((tmp_path / "other" / "config.json").read_text())["quantization_config"]
+    assert written["meta"]["passthrough_tensors"] == meta["passthrough_tensors"]
+    for name in ("out", "other"):
+        gptqkit.load(tmp_path / name, device="cpu")
 
 
 def test_a_tied_weight_may_stand_under_its_other_name(tmp_path):

@@ -37,6 +37,7 @@ MIXED = {
     "model.layers.1.mlp.down_proj": {"bits": 2, "sym": False},
     "model.layers.1.mlp.up_proj": {"group_size": 64},
     "^lm_head": {"bits": 3, "data_type": "int"},
+    r"[24]\.mlp\.gate_proj$": {"bits": 8, "sym": None, "group_size": None},
 }
 NAME = "model.layers.0.self_attn.o_proj"
 
@@ -125,6 +126,8 @@ def test_settings_of_single_modules(tmp_path):
     assert declared.for_module("model.layers.1.mlp.up_projection") == (4, 32, True)
     assert declared.for_module("model.layers.11.mlp.up_proj") == (4, 32, True)
     assert declared.for_module("lm_head") == (3, 32, True)
+    assert declared.for_module("model.layers.2.mlp.gate_proj") == (8, 32, True)  # searched for, not only at the start
+    assert declared.for_module("model.layers.3.mlp.gate_proj") == (4, 32, True)
     assert declared.for_module("model.lm_head") == (4, 32, True)
 
 
