@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from gguf import GGUFReader, GGUFWriter, LlamaFileType, TokenType
@@ -14,6 +15,7 @@ from gguf import GGUFReader, GGUFWriter, LlamaFileType, TokenType
 import gptqkit
 from gptqkit.architecture import open_config
 from gptqkit.errors import ArchitectureError, CheckpointError, ConfigError, ConversionError
+from gptqkit.export.gguf_model import metadata
 from gptqkit.export.gguf_tokenizer import tokenizer_metadata
 from support.gguf_files import NARROW, QWEN2, VOCAB, WIDE, build, save, sentence_pieces, tensors, tokenizer, tokens
 from support.pipeline import assert_close, quantize
@@ -244,6 +246,35 @@ def test_what_gptq_cannot_hold_does_not_go_back(tmp_path):
         model.save_pretrained(tmp_path / "again")
 
 
+ALTERNATING = ["full_attention", "sliding_attention"]
+ROPES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "message"),
+    [
+        ("Qwen2", {"use_sliding_window": True}, "use_sliding_window is True; llama.cpp runs qwen2 with False only"),
+        ("Qwen3Moe", {"norm_topk_prob": False}, "norm_topk_prob is False; llama.cpp runs qwen3_moe with True only"),
+        ("Qwen3Moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
+        ("Gemma2", {"query_pre_attn_scalar": 8}, "query_pre_attn_scalar differs from head_dim"),
+        ("Gemma3Text", {"query_pre_attn_scalar": 8}, "query_pre_attn_scalar differs from head_dim"),
+        ("Gemma3Text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("Gemma3Text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ("Gemma3Text", {"layer_types": ALTERNATING}, "layer_types differ; llama.cpp runs gemma3 with every sixth"),
+        ("Gemma3Text", {"rope_parameters": ROPES}, "rope_theta of sliding attention is 5000.0; llama.cpp takes 10000"),
+    ],
+)
+def test_settings_that_llama_cpp_does_not_have_are_refused_by_name(kind, changed, message):
+    fine = {"norm_topk_prob": True} if kind == "Qwen3Moe" else {"query_pre_attn_scalar": NARROW["head_dim"]}
+    config = {**getattr(transformers, f"{kind}Config")(**NARROW).to_dict(), **fine}
+    assert [value for key, value in metadata(config).items() if key.endswith(".block_count")] == [2]
+    with pytest.raises(ArchitectureError, match=message):
+        metadata({**config, **changed})
+
+
 @pytest.mark.parametrize("pattern", [None, QWEN2])
 def test_the_tokenizer_is_in_the_file(tmp_path, pattern):
     save(build(**{**NARROW, "num_hidden_layers": 1}), tmp_path / "float", pattern)
@@ -405,6 +436,63 @@ def test_what_llama_cpp_is_told_of_context_file_and_tokens(tmp_path):
     assert field(file, "llama.context_length") == 32
     assert field(file, "general.file_type") == LlamaFileType.MOSTLY_Q4_K_M
     assert field(file, "tokenizer.ggml.add_bos_token") is False  # this tokenizer adds none
+
+
+def altered(own, **parts):
+    """A tokenizer with other parts."""
+    own = copy.deepcopy(own)
+    for name, part in parts.items():
+        setattr(own.backend_tokenizer, name, part)
+    return own
+
+
+def test_what_a_tokenizer_puts_around_text_is_told():
+    around = tokenizers.processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    before = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    for processor, ends in ((around, (True, True)), (before, (True, False)), (None, (False, False))):
+        own = tokenizer() if processor is None else altered(tokenizer(), post_processor=processor)
+        values = tokenizer_metadata(own, VOCAB)
+        assert tuple(values[f"tokenizer.ggml.add_{key}_token"] for key in ("bos", "eos")) == ends
+        assert "tokenizer.chat_template" not in values
+    own.chat_template = "{{ messages }}"
+    assert tokenizer_metadata(own, VOCAB)["tokenizer.chat_template"] == "{{ messages }}"
+    own.chat_template = None
+
+
+def test_a_space_before_the_text_is_told_as_the_tokenizer_has_it():
+    """Of SentencePiece's: by a normalizer, or as pre-tokenizer that does not split."""
+    mark, words = tokenizers.normalizers.Replace(" ", "\u2581"), tokenizers.pre_tokenizers.Metaspace
+    both = tokenizers.normalizers.Sequence([tokenizers.normalizers.Prepend("\u2581"), mark])
+    for normalizer, pre_tokenizer in (
+        (mark, None),
+        (both, None),
+        (None, words(prepend_scheme="never", split=False)),
+        (None, words(prepend_scheme="first", split=False)),
+    ):
+        own = altered(sentence_pieces(), normalizer=normalizer, pre_tokenizer=pre_tokenizer)
+        tokens = own.tokenize("the dog")
+        assert tokenizer_metadata(own, VOCAB)["tokenizer.ggml.add_space_prefix"] == tokens[0].startswith("\u2581")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": tokenizers.normalizers.Lowercase()},
+        {"pre_tokenizer": tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)},
+        {"pre_tokenizer": tokenizers.pre_tokenizers.Whitespace()},
+    ],
+    ids=str,
+)
+def test_tokenizers_that_llama_cpp_would_read_otherwise_are_refused(parts):
+    assert tokenizer_metadata(altered(tokenizer(), normalizer=tokenizers.normalizers.NFC()), VOCAB)
+    with pytest.raises(ConversionError, match="is not written as GGUF here"):
+        tokenizer_metadata(altered(tokenizer(), **parts), VOCAB)
+    without_bytes = altered(sentence_pieces())
+    without_bytes.backend_tokenizer.model.byte_fallback = False
+    with pytest.raises(ConversionError, match="is not written as GGUF here"):
+        tokenizer_metadata(without_bytes, VOCAB)
+    with pytest.raises(ConversionError, match=r"the tokenizer has a token \d+, but the model only 200 embeddings"):
+        tokenizer_metadata(tokenizer(), 200)
 
 
 def test_what_is_merged_first_scores_highest():
