@@ -19,6 +19,7 @@ from gptqkit.calibration.samples import Samples, load_samples
 from gptqkit.display import quantization_summary
 from gptqkit.errors import CheckpointError, DoesNotFitError
 from gptqkit.quantizer.learned import LearnedWeight
+from support import gguf_files
 from support.jobs import contents, processes
 from support.jobs import quantize as quantize_case
 from support.models import GROUPED, build, overflowing, samples
@@ -66,6 +67,18 @@ def test_blocks_come_nearer_to_the_float_model(tmp_path, name, settings):
     for path, error in (("learned", block.error), ("plain", block.error_before)):
         found = float((states[path] - expected).norm() / expected.norm())
         assert abs(found - error) < 1e-3 * error
+
+
+def test_of_gguf_only_codes_are_learned(tmp_path):
+    gguf_files.save(gguf_files.build(**{**gguf_files.NARROW, "num_hidden_layers": 1}), tmp_path / "float")
+    settings = {"type": "Q4_0", "method": "rtn", "group_size": 128, "sym": True}
+    for out, steps in (("plain", 0), ("learned", 30)):
+        quantize(tmp_path / "float", tmp_path / out, gguf_files.tokens(64), learn_iterations=steps, **settings)
+    before, after = weights(tmp_path / "plain"), weights(tmp_path / "learned")
+    for name, weight in before.items():
+        assert torch.equal(weight.scale, after[name].scale)
+        assert torch.equal(weight.offset, after[name].offset)
+    assert any(not torch.equal(weight.codes, after[name].codes) for name, weight in before.items())
 
 
 def test_samples_left_out_and_padding_teach_nothing(tmp_path, monkeypatch):
