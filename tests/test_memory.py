@@ -12,9 +12,9 @@ import torch
 import transformers
 
 import gptqkit
+from gptqkit.empty import open_empty
 from gptqkit.errors import ConfigError, DoesNotFitError
 from gptqkit.memory import available_ram, estimate
-from gptqkit.model import open_empty
 from gptqkit.units import size_text
 from support import gguf_files
 from support.jobs import processes

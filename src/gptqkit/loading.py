@@ -22,6 +22,7 @@ from .architecture import (
     without_bars,
 )
 from .bounds import confined
+from .empty import EmptyModel
 from .errors import CheckpointError, ConfigError, DatasetUnavailableError
 from .export.checkpoint import Checkpoint, open_checkpoint
 from .export.formats import find_quantization
@@ -31,7 +32,7 @@ from .export.shards import Shards, read_json, some
 from .hub import fetch
 from .kernels.backends import check_backend
 from .kernels.linear import make_linear, summarize
-from .model import EmptyModel, FloatModel
+from .model import FloatModel
 from .saving import Saver
 from .targets import is_matrix, matrix
 

@@ -32,13 +32,13 @@ from transformers import PreTrainedModel
 
 from .calibration.config import Calibration
 from .calibration.halves import has_two_stacks
+from .empty import EmptyModel, open_empty
 from .errors import DoesNotFitError
 from .evaluating import check_length, default_length
 from .export.formats import find_format
 from .export.shards import JOINED_BYTES
 from .hub import fetch
 from .loading import choose_device
-from .model import EmptyModel, open_empty
 from .pipeline import PROBE
 from .quantizer.config import QuantizeConfig
 from .quantizer.methods import needs_calibration, needs_cross, pairs_models

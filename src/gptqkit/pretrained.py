@@ -122,9 +122,9 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
     def postprocess_model(self, model: Any, **kwargs: Any) -> None:
         """Fill the model from its files."""
         from .architecture import initialize_buffers
+        from .empty import EmptyModel
         from .export.checkpoint import open_checkpoint
         from .loading import install, ready
-        from .model import EmptyModel
         from .saving import Saver
 
         for name in ("_is_hf_initialized", "_keys_to_ignore_on_load_unexpected"):

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .empty import EmptyModel, open_empty
 from .errors import ArchitectureError, ConfigError, DoesNotFitError, ShapeError
 from .export.formats import READERS, find_format
 from .export.modules import skipped_modules
 from .export.readers import Facts, Reader, readers_of
 from .hub import fetch
 from .memory import checkpoint_bytes
-from .model import EmptyModel, open_empty
 from .quantizer.config import QuantizeConfig
 from .settings import bytes_of, did_you_mean
 from .targets import Target, find_blocks, find_targets

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .architecture import empty_model, explain, read_config
+from .empty import EmptyModel
 from .errors import CheckpointError, ConfigError
 from .export.checkpoint import Checkpoint, lasting_config, open_checkpoint, write_configs
 from .export.names import StoredNames
 from .export.shards import MAX_SHARD_BYTES, read_json, same_bits, some, write_json, write_shards
 from .export.staging import held, sync_directory, sync_files
 from .kernels.linear import QuantLinear
-from .model import EmptyModel
 from .settings import bytes_of
 
 _INDEX, _STAGING = "model.safetensors.index.json", ".gptqkit-incomplete-"

@@ -7,9 +7,9 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from gptqkit.empty import open_empty
 from gptqkit.export.names import StoredNames
 from gptqkit.export.shards import Shards
-from gptqkit.model import open_empty
 from support.models import EXPERTS, GROUPED, MIXTURES, MODELS, OTHERS, build, save, without
 
 MORE = {
