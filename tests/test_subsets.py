@@ -55,9 +55,9 @@ def test_targets_that_are_left_out_leave_no_gap():
 
 
 def test_portions_are_as_few_as_the_budget_allows(monkeypatch):
-    def sizes_of(groups, budget, *, paired):
+    def sizes_of(groups, budget, *, cross):
         monkeypatch.setattr(subsets, "STATISTICS_BYTES", budget)
-        found = list(portions(groups, paired=paired))
+        found = list(portions(groups, cross=cross))
         assert [each for portion in found for each in portion] == [
             (group, subset) for group in groups for subset in group.subsets
         ]
@@ -65,10 +65,10 @@ def test_portions_are_as_few_as_the_budget_allows(monkeypatch):
 
     [_, up, *_] = groups = group_subsets([target(name) for name in NAMES], traced([0]))
     one = 4 * 32 * 32  # a matrix of 32 x 32 in float32
-    assert sizes_of(groups, 27 * one, paired=False) == [27]
+    assert sizes_of(groups, 27 * one, cross=False) == [27]
     for budget, expected in ((12 * one, [12]), (12 * one - 1, [11, 1]), (5 * one, [5, 5, 2]), (1, [1] * 12)):
-        assert sizes_of([up], budget, paired=False) == expected
-        assert sizes_of([up], 2 * budget, paired=True) == expected
+        assert sizes_of([up], budget, cross=False) == expected
+        assert sizes_of([up], 2 * budget, cross=True) == expected
     for number in (1, 3):
         up.subsets[number][0] = dataclasses.replace(up.subsets[number][0], shape=(32, 64))
-    assert sizes_of([up], 5 * one, paired=False) == [2, 2, 5, 3]
+    assert sizes_of([up], 5 * one, cross=False) == [2, 2, 5, 3]
