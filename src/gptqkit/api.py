@@ -121,8 +121,7 @@ def quantize(
         with processes.together():
             source = FloatModel(path, trust_remote_code=run.trust_remote_code, revision=run.revision)
             seed = 0 if calibration is None else calibration.seed
-            looks = run.resume and not run.overwrite and processes.rank == 0
-            done = _finished(out, config, source, seed) if looks else None
+            done = _finished(out, config, source, seed, run) if processes.rank == 0 else None
         if (done := processes.gather(done)[0]) is not None:
             _warn_unmeasured(done, out, evaluate_on)
             return QuantizeResult(done, out, _pushed(out, run, processes))
@@ -272,8 +271,10 @@ def _check_predicts(source: FloatModel, config: QuantizeConfig) -> None:
         )
 
 
-def _finished(out: Path, config: QuantizeConfig, source: FloatModel, seed: int) -> QuantizationReport | None:
-    """Return the report of a finished checkpoint of the same model and settings; None where there is none."""
+def _finished(out: Path, config: QuantizeConfig, source: FloatModel, seed: int, run: Run) -> QuantizationReport | None:
+    """Return the report of a finished checkpoint of the same model and settings; None where there is none to resume."""
+    if run.overwrite or not run.resume:
+        return None
     remove_ended(out)
     if work_path(out).exists() or not (out / REPORT).exists():
         return None
