@@ -131,6 +131,7 @@ def _facts(checkpoint: Checkpoint, skipped: Sequence[str], tensor_parallel: int)
         all_ones=sum(_all_ones(checkpoint, name) for name, spec in checkpoint.layers.items() if v1 and not spec.sym),
         tensor_parallel=tensor_parallel,
         beside=checkpoint.path.is_dir() and find_quantization(checkpoint.model_config) is None,
+        where=str(checkpoint.path / "config.json"),
     )
 
 

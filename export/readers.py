@@ -79,6 +79,7 @@ class Facts:
         all_ones: Number of zero points whose bits are all set, in an asymmetric file of version 1.
         tensor_parallel: Number of GPUs that share every layer.
         beside: Whether the quantization config stands beside config.json only.
+        where: The file of `model_config`, for messages.
     """
 
     declared: Declared
@@ -90,6 +91,7 @@ class Facts:
     all_ones: int = 0
     tensor_parallel: int = 1
     beside: bool = False
+    where: str = "config.json"
 
     @cached_property
     def on_gpu(self) -> Mapping[str, LayerSpec]:
@@ -119,7 +121,7 @@ def readers_of(facts: Facts) -> tuple[Reader, ...]:
 def _common_rules(facts: Facts) -> Rules:
     """Return what stops readers of any format."""
     layers, model, format_ = facts.layers, facts.model_config, facts.declared.format
-    architectures = list_of_names(model.get("architectures"), "config.json: architectures")
+    architectures = list_of_names(model.get("architectures"), f"{facts.where}: architectures")
     untried = [name for name in architectures if not name.endswith("ForCausalLM")]
     experts = any(".experts." in name for name in layers) and format_ not in ("gptq", "gptq_v2")
     unlike, headless = _unlike(layers, facts.skipped), _outside(layers) and model.get("tie_word_embeddings")
