@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .shards import Shards, some
+from .formats import find_quantization
+from .shards import Shards, read_json, some
 
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # of codes 0 to 7; 8 to 15 are the same, negative
@@ -22,6 +24,20 @@ def has_scales(quantization: object) -> bool:
     method = quantization.get("quant_method")
     compressed = method == "compressed-tensors" and quantization.get("format") == "float-quantized"
     return compressed or method in ("fp8", "fbgemm_fp8", "mxfp4")
+
+
+def says_quantized(directory: Path) -> bool:
+    """Whether a model's folder says that it is quantized; one in FP8 or MXFP4 is read as a float model.
+
+    Raises:
+        CheckpointError: Its config.json cannot be read.
+    """
+    if any((directory / name).is_file() for name in ("quantize_config.json", "quant_config.json")):
+        return True
+    if not (directory / "config.json").exists():
+        return False
+    found = find_quantization(read_json(directory / "config.json"))
+    return bool(found) and not has_scales(found)
 
 
 class FloatShards(Shards):

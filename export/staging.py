@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import CheckpointError, OutputExistsError
-from .scaled import has_scales
-from .shards import read_json
+from .scaled import says_quantized
 
 
 @contextmanager
@@ -121,14 +120,10 @@ def check_target(target: Path, *, overwrite: bool) -> None:
 
 def _holds_quantized_model(directory: Path) -> bool:
     """A float model does not count, one in FP8 or MXFP4 neither: it may be the only copy."""
-    if (directory / "quantize_config.json").is_file():
-        return True
-    config = directory / "config.json"
     try:
-        found = read_json(config).get("quantization_config")
+        return says_quantized(directory)
     except CheckpointError:
         return False
-    return bool(found) and not has_scales(found)
 
 
 def _rename(directory: Path, target: Path) -> None:

@@ -25,10 +25,9 @@ from .bounds import confined
 from .empty import EmptyModel
 from .errors import CheckpointError, ConfigError, DatasetUnavailableError
 from .export.checkpoint import Checkpoint, open_checkpoint
-from .export.formats import find_quantization
 from .export.names import StoredNames
-from .export.scaled import FloatShards, has_scales
-from .export.shards import Shards, read_json, some
+from .export.scaled import FloatShards, says_quantized
+from .export.shards import Shards, some
 from .hub import fetch
 from .kernels.backends import check_backend
 from .kernels.linear import make_linear, summarize
@@ -250,12 +249,7 @@ def load_float(
 def is_quantized(path_or_id: Path | str) -> bool:
     """Whether this is a GGUF file, or a local directory that says it holds a quantized model."""
     path = Path(path_or_id)
-    if path.is_file() or any((path / name).exists() for name in ("quantize_config.json", "quant_config.json")):
-        return True
-    if not (path / "config.json").exists():
-        return False
-    quantization = find_quantization(read_json(path / "config.json"))
-    return bool(quantization) and not has_scales(quantization)
+    return path.is_file() or says_quantized(path)
 
 
 def choose_device(device: torch.device | str) -> torch.device:
