@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 import gptqkit
-from gptqkit import cli
+from gptqkit import cli, commands
 from gptqkit.errors import AbandonedError, CheckpointError, GptqkitError
 from gptqkit.run import Run
 
@@ -32,7 +32,7 @@ SKIP = gptqkit.ModuleOverride(skip=True)
 @pytest.fixture(autouse=True)
 def _process_settings_stay(monkeypatch):
     """The command may set up its process's loggers and libraries; the process of the tests keeps its own."""
-    monkeypatch.setattr(cli, "_quieten_libraries", lambda _: None)
+    monkeypatch.setattr(commands, "_quieten_libraries", lambda _: None)
     logger = logging.getLogger("gptqkit")
     before = (logger.level, logger.handlers, logger.propagate)
     yield
@@ -253,7 +253,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(behave, monkeypatch, capsys):
 def test_of_several_processes_the_first_speaks(behave, monkeypatch, capsys, rank):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setattr(cli, "quantization_summary", str)
+    monkeypatch.setattr(commands, "quantization_summary", str)
     behave("quantize", SimpleNamespace(report="a report", url=None))
     assert cli.main(QUANTIZE) == 0
     behave("quantize", AbandonedError("another process failed"))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,46 +26,16 @@ from .calibration.capture import (
 )
 from .calibration.statistics import InputStatistics
 from .distributed import Processes
-from .errors import ArchitectureError
 from .job import Scratch
 from .model import FloatModel
 from .solving import Measured
+from .stacks import Stack, hidden_states, probe_stack
 from .subsets import Group, Subset, group_subsets
-from .targets import Target, is_matrix, matrix, output_layer
+from .targets import Target, output_layer
 
 ENCODED = {"hidden": "encoded", "float": "encoded-float"}
 """Names of the streams that end with an encoder, and are kept for its decoder."""
 BESIDE = "-beside"
-
-
-@dataclass(frozen=True, eq=False)
-class Stack:
-    """How the blocks of a stack are called, and what they return.
-
-    Attributes:
-        blocks: Their numbers.
-        returned: How many values they return as a tuple, the hidden states first; 0 where they return only these.
-        shape: Of one sample's hidden states.
-        axis: Of the samples in hidden states.
-        dtype: Of what leaves the first block, which may be wider than embeddings: Mamba adds up in float32.
-        beside: Where later blocks are given what the first one returns beside hidden states, such as T5's position
-            bias: that block without the weights of its Linears, which makes the same.
-        handed: Which of these values the next block is given where there is no such block; None where blocks hand on
-            nothing but hidden states, and write nothing into mappings that they are given.
-    """
-
-    blocks: range
-    returned: int
-    shape: tuple[int, ...]
-    axis: int
-    dtype: torch.dtype
-    beside: nn.Module | None
-    handed: tuple[int, ...] | None
-
-    @property
-    def across(self) -> bool:
-        """Whether hidden states are (length, samples, width)."""
-        return self.axis == 1 and len(self.shape) == 2
 
 
 class Streams:
@@ -93,15 +60,15 @@ class Streams:
         self._again: set[str] = set()  # Linears that a block calls several times
 
     def begin(self, job: Scratch, dtype: torch.dtype, place: str) -> int:
-        """Learn how all blocks are called, and take up what was saved last; return the block that comes next.
+        """Find out how all blocks are called, and take up what was saved last; return the block that comes next.
 
         Raises:
             ArchitectureError: Blocks that cannot be run one by one.
         """
         self._job, self._dtype, self._place = job, dtype, place
         for blocks in self.model.stacks:
-            with self.model.block(blocks.start, self.batches.device, dtype):
-                self._stacks.append(self._learn(blocks))
+            before = self._before(range(1), blocks.start, "hidden")
+            self._stacks.append(probe_stack(self.model, blocks, self.batches, before, dtype))
         if job.states is None:
             return 0
         layer = int(job.states["layer"])
@@ -130,50 +97,6 @@ class Streams:
             if call is not None:
                 for each in fresh:
                     self.caches[each].write(batch, call.hidden.movedim(stack.axis, 0).to(stack.dtype))
-
-    def _learn(self, blocks: range) -> Stack:
-        """Run the first of the blocks of a stack, which is there, on one sample."""
-        block, name = self.model.blocks[blocks.start], type(self.model.model).__name__
-        call = self._call(range(1), blocks.start)
-        twice = {key: torch.cat([tensor, tensor]) for key, tensor in self.batches.tensors(range(1)).items()}
-        two = block_call(self.model.model, self.model.blocks, twice, self._before(range(1), blocks.start, "hidden"))
-        sizes = enumerate(zip(call.hidden.shape, two.hidden.shape, strict=True))
-        axis = next((axis for axis, (one, both) in sizes if (one, both) == (1, 2)), None)
-        if axis is None:
-            raise ArchitectureError(
-                f"{name} has no axis of samples in its hidden states, {tuple(call.hidden.shape)} of one"
-            )
-        shape, output = tuple(call.hidden.movedim(axis, 0).shape[1:]), call(block, call.hidden)
-        returned = len(output) if type(output) in (tuple, list) else 0
-        hidden = _hidden(output, block)
-        beside, handed = self._beside(blocks, hidden, output) if returned and len(blocks) > 1 else (None, ())
-        return Stack(blocks, returned, shape, axis, hidden.dtype, beside, handed if handed or call.mappings else None)
-
-    def _beside(self, blocks: range, hidden: Tensor, output: Sequence[Any]) -> tuple[nn.Module | None, tuple[int, ...]]:
-        """Return what makes what the second block of a stack needs beside hidden states, or which values it is given.
-
-        Tried on one sample that the first block, which is there, made `output` of. A GPU may sum in another order.
-        What the second block can do without may be for later ones.
-        """
-        model, tensors, first = self.model, self.batches.tensors(range(1)), self.model.blocks[blocks.start]
-        before = self._before(range(1), blocks.start, "hidden")
-        marks = [torch.empty(0) for _ in output]  # the value itself may be None here
-        call = block_call(model.model, model.blocks, tensors, [*before, lambda *_, **__: (hidden, *marks[1:])])
-        given = {id(each) for each in (*call.arguments, *call.named.values())}
-        handed = tuple(place for place, mark in enumerate(marks) if place and id(mark) in given)
-        if not any(isinstance(output[place], Tensor) for place in handed):
-            return None, handed
-        call = block_call(model.model, model.blocks, tensors, [*before, lambda *_, **__: output])
-        beside, second = _without_products(first), model.blocks[blocks.start + 1]
-        with model.block(blocks.start + 1, self.batches.device, self._dtype):
-            expected, again = (self._run(call, hidden, second) for _ in range(2))
-            for candidate in (None, beside):
-                passed = hand_on(len(output), beside=candidate)
-                with suppress(ArchitectureError):  # it cannot run without
-                    found = self._run(block_call(model.model, model.blocks, tensors, [*before, passed]), hidden, second)
-                    if _distance(found, expected) <= 10 * _distance(again, expected):
-                        return candidate, handed if candidate is None else ()
-        return None, handed
 
     @property
     def states(self) -> dict[str, ActivationCache | Handed]:
@@ -417,10 +340,10 @@ class Streams:
             self.handed[stream].write(
                 batch, ([output[place] if place in stack.handed else None for place in range(stack.returned)], written)
             )
-        return _hidden(output, block)
+        return hidden_states(output, block)
 
     def _run(self, call: BlockCall, hidden: Tensor, block: nn.Module) -> Tensor:
-        return _hidden(call(block, hidden), block)
+        return hidden_states(call(block, hidden), block)
 
     def _statistics(self, target: Target, group: Group) -> InputStatistics:
         """Return empty statistics of what a Linear receives.
@@ -429,17 +352,6 @@ class Streams:
         """
         paired = self.cross and (target.expert is not None or not group.routed)
         return InputStatistics(target.shape[1], self.batches.device, cross=paired)
-
-
-def _hidden(output: Any, block: nn.Module) -> Tensor:
-    """Return the hidden states among what a block returns."""
-    states = output[0] if type(output) in (tuple, list) else output
-    if not isinstance(states, Tensor):
-        raise ArchitectureError(
-            f"a {type(block).__name__} returns a {type(output).__name__}, not hidden states, so this model cannot be "
-            "quantized block by block"
-        )
-    return states
 
 
 def _giving(values: Sequence[Any], written: Mapping[str, Mapping[Any, Any]]) -> Forward:
@@ -451,18 +363,3 @@ def _giving(values: Sequence[Any], written: Mapping[str, Mapping[Any, Any]]) -> 
         return values
 
     return forward
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    return float((one - other).nan_to_num().norm())
-
-
-def _without_products(block: nn.Module) -> nn.Module:
-    """Return a copy of `block` without the weights of its Linears, whose outputs are 0 instead."""
-    linears = [module for module in block.modules() if is_matrix(module)]
-    memo: dict[int, Any] = {id(each.weight): nn.Parameter(matrix(each).to("meta"), False) for each in linears}
-    twin = copy.deepcopy(block, memo)
-    for module in filter(is_matrix, twin.modules()):
-        rows = matrix(module).shape[0]
-        module.forward = lambda x, rows=rows: x.new_zeros(*x.shape[:-1], rows)
-    return twin
