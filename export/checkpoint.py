@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..hub import Remote, fetch
+from ..modes import in_plain_modes
 from ..quantizer.quantized import QuantizedWeight
 from .autoround import PACKING, plain_config
 from .files import check_folder
@@ -74,6 +75,7 @@ class Checkpoint:
         """Return the tensor called `name`, mapped from its file: nothing is read before its values are used."""
         return self.tensors.get(name)
 
+    @in_plain_modes
     def weight(self, name: str) -> QuantizedWeight:
         """Return the codes, scales and offsets of a quantized layer; CheckpointError for values of no use."""
         if name not in self.layers:
@@ -88,6 +90,7 @@ class Checkpoint:
         return bias
 
 
+@in_plain_modes
 def open_checkpoint(path: Path | str, *, revision: str | None = None, weights: bool = True) -> Checkpoint:
     """Open the checkpoint in a directory, or a GGUF file, checking configs, headers, shapes, dtypes and g_idx.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, ConversionError, ShapeError
 from ..hub import fetch
+from ..modes import in_plain_modes
 from ..quantizer.config import BITS, QuantizeConfig
 from ..settings import bytes_of
 from .autoround import PACKING
@@ -26,6 +27,7 @@ _COPIES = ("quantization_config.json", "quant_config.json")  # auto-round's and 
 _HOW = ("damp_percent", "static_groups", "true_sequential")  # in configs of gptq: how codes were found
 
 
+@in_plain_modes
 def convert(
     source: Path | str,
     target: Path | str,

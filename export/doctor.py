@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, ConversionError, ShapeError
 from ..hub import fetch
+from ..modes import in_plain_modes
 from .bits import pack, unpack
 from .checkpoint import REPORT, Checkpoint, read_quantization_config, whole_checkpoint
 from .convert import check_apart, fill, update_report, write_quantization_config
@@ -94,6 +95,7 @@ class _Case:
             self.damage.append(Damage(what=what, layers=len(layers), example=layers[0], repair=repair))
 
 
+@in_plain_modes
 def doctor(
     checkpoint: Path | str, out: Path | str | None = None, *, format: str | None = None, revision: str | None = None
 ) -> Diagnosis:

@@ -35,7 +35,7 @@ _KINDS = {"qweight": WORDS, "qzeros": WORDS, "scales": SCALES, "g_idx": INDEX, "
 
 # GPTQModel before 7.0 turned 3-bit zeros into version 1 with the constants of words 0 and 2 swapped: of every 32 zeros
 # it took these amounts off instead of 1. Symmetric files (zero 4) show it. Code 21 also loses a borrow between words.
-_SWAPPED_OFFSETS = torch.tensor([4] * 10 + [0] + [1] * 10 + [3] + [2] * 10, dtype=torch.int16)
+_SWAPPED_OFFSETS = torch.tensor([4] * 10 + [0] + [1] * 10 + [3] + [2] * 10, dtype=torch.int16, device="cpu")
 _BORROWING_CODE = 21
 
 

@@ -41,6 +41,7 @@ from .job import Job, chosen_before, remove_ended, work_path
 from .loading import choose_device, load_tokenizer, open_tokenizer
 from .memory import estimate
 from .model import FloatModel
+from .modes import in_plain_modes
 from .page import report_png
 from .pipeline import Pipeline
 from .progress import ProgressCallback, silent
@@ -69,6 +70,7 @@ class QuantizeResult:
     url: str | None = None
 
 
+@in_plain_modes
 def quantize(
     model: str | Path | PreTrainedModel,
     calibration: Any,
@@ -204,6 +206,7 @@ def _completed(
     return staged, report
 
 
+@in_plain_modes
 def imatrix(
     model: str | Path | PreTrainedModel,
     calibration: Any,

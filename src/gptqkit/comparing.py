@@ -21,6 +21,7 @@ from .export.shards import read_json
 from .figures import scatter
 from .hub import fetch
 from .loading import load_float
+from .modes import in_plain_modes
 from .progress import ProgressCallback, silent
 from .settings import settings_of
 
@@ -50,6 +51,7 @@ class Comparison:
         return {**own, **self.scores.to_dict()}
 
 
+@in_plain_modes
 def compare(
     checkpoints: Sequence[str | Path],
     dataset: Any,

@@ -19,6 +19,7 @@ from .evaluation.embeddings import EmbeddingScores, Pooling, compare_embeddings
 from .export.shards import read_json
 from .hub import fetch
 from .loading import is_quantized, load, load_float, open_tokenizer
+from .modes import in_plain_modes
 from .progress import ProgressCallback, silent
 from .settings import settings_of
 
@@ -34,6 +35,7 @@ _POOLINGS: dict[object, Pooling] = {  # "pooling_mode" says which or, formerly, 
 }
 
 
+@in_plain_modes
 def evaluate(
     model: Any,
     dataset: Any,

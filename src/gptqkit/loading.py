@@ -32,6 +32,7 @@ from .hub import fetch
 from .kernels.backends import check_backend
 from .kernels.linear import make_linear, summarize
 from .model import FloatModel
+from .modes import in_plain_modes
 from .saving import Saver
 from .targets import is_matrix, matrix
 
@@ -43,6 +44,7 @@ _STALE = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
 _TOKENIZER_FILES = ("tokenizer", "spiece.", "vocab.", "tekken.")  # how their names begin
 
 
+@in_plain_modes
 def load(
     path: Path | str,
     *,

@@ -39,6 +39,7 @@ from .export.formats import find_format
 from .export.shards import JOINED_BYTES
 from .hub import fetch
 from .loading import choose_device
+from .modes import in_plain_modes
 from .pipeline import PROBE
 from .quantizer.config import QuantizeConfig
 from .quantizer.methods import needs_calibration, needs_cross, pairs_models
@@ -117,6 +118,7 @@ class MemoryEstimate:
         return {**{key: getattr(self, key) for key in keys}, "needs": needs}
 
 
+@in_plain_modes
 def plan(
     model: str | Path,
     out: str | Path | None = None,

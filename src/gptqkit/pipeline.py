@@ -42,7 +42,7 @@ from .verify import check_block
 
 _LOG = logging.getLogger("gptqkit")
 UNCALLED = "no forward pass calls it"
-PROBE = Samples(torch.arange(16)[None])  # what blocks are run on where there is no calibration
+PROBE = Samples(torch.arange(16, device="cpu")[None])  # what blocks are run on where there is no calibration
 
 
 class Pipeline:

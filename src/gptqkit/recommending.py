@@ -16,6 +16,7 @@ from .export.modules import skipped_modules
 from .export.readers import Facts, Reader, readers_of
 from .hub import fetch
 from .memory import checkpoint_bytes
+from .modes import in_plain_modes
 from .quantizer.config import QuantizeConfig
 from .settings import bytes_of, did_you_mean
 from .targets import Target, find_blocks, find_targets
@@ -86,6 +87,7 @@ class Choice:
         return dataclasses.asdict(self)
 
 
+@in_plain_modes
 def recommend(
     model: str | Path,
     memory: int | str,

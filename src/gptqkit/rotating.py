@@ -14,6 +14,7 @@ from .export.convert import check_apart
 from .export.shards import read_json, write_json, write_shards
 from .export.staging import staged
 from .model import FloatModel
+from .modes import in_plain_modes
 from .quantizer.rotation import Rotation
 from .settings import check_seed
 
@@ -46,6 +47,7 @@ _INSIDE = re.compile(
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
+@in_plain_modes
 def rotate(model: str | Path, out: str | Path, *, seed: int = 0, revision: str | None = None) -> None:
     """Write a float model that computes the same as another one, with its residual stream rotated.
 
