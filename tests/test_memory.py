@@ -145,9 +145,10 @@ def test_four_times_the_blocks_take_no_more_memory(dtype, place, tmp_path):
 
 
 def test_hidden_states_that_nothing_resumes_from_do_not_pile_up_on_disk(tmp_path, monkeypatch):
-    """While bits are chosen, and sums for an importance matrix made."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    model, counts = build("llama", num_hidden_layers=4), {"choose bits": [], "imatrix": []}
+    """While bits are chosen, and sums for an importance matrix made; and they lie beside what is written."""
+    build("llama", num_hidden_layers=4).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    counts = {"choose bits": [], "imatrix": []}
 
     def look(step):
         if step.stage in counts:
@@ -155,8 +156,8 @@ def test_hidden_states_that_nothing_resumes_from_do_not_pile_up_on_disk(tmp_path
 
     run, calibration = {"device": "cpu", "activations": "disk"}, gptqkit.Calibration(samples().input_ids)
     config = {"method": "rtn", "group_size": 32, "target_bits": 5.0}
-    gptqkit.quantize(model, calibration, tmp_path / "out", config, run=run, progress=look)
-    gptqkit.imatrix(model, calibration, tmp_path / "imatrix.gguf", run=run, progress=look)
+    gptqkit.quantize(tmp_path / "model", calibration, tmp_path / "out", config, run=run, progress=look)
+    gptqkit.imatrix(tmp_path / "model", calibration, tmp_path / "imatrix.gguf", run=run, progress=look)
     assert [len(each) for each in counts.values()] == [4, 28]
     assert all(set(each) <= {1, 2} for each in counts.values())
 

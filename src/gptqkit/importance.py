@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,11 +26,16 @@ WIDEST = QuantizeConfig(type="q8_0")  # of blocks of 32 columns: the widest choi
 
 @torch.no_grad()
 def squared_inputs(
-    model: FloatModel, samples: Samples, processes: Processes, run: Run, progress: ProgressCallback
+    model: FloatModel,
+    samples: Samples,
+    processes: Processes,
+    run: Run,
+    progress: ProgressCallback,
+    scratch: Path | None = None,
 ) -> list[tuple[str, Tensor, int]]:
     """Return of every Linear in the blocks its stored name, the sums of x_j^2, (in,) float32, and how many tokens.
 
-    `progress` is called once per Linear.
+    `progress` is called once per Linear. Hidden states may be kept in `scratch`, as by `float_blocks`.
 
     Raises:
         ConfigError: With `strict`, Linears that fit into no GGUF file.
@@ -42,7 +48,7 @@ def squared_inputs(
         _LOG.warning("%s", line)
     found: list[tuple[str, Tensor, int]] = []
     total = sum(map(len, targets))
-    for layer, streams in float_blocks(model, samples, processes, run):
+    for layer, streams in float_blocks(model, samples, processes, run, scratch=scratch):
         pools: dict[Group, InputStatistics] = {}
         for portion in portions(streams.trace(layer, targets[layer]), cross=False):
             for measured in streams.collect(layer, portion, pools, None):

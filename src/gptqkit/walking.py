@@ -19,12 +19,18 @@ from .streams import Streams
 
 
 def float_blocks(
-    model: FloatModel, samples: Samples, processes: Processes, run: Run, *, skip: bool = False
+    model: FloatModel,
+    samples: Samples,
+    processes: Processes,
+    run: Run,
+    *,
+    skip: bool = False,
+    scratch: Path | None = None,
 ) -> Iterator[tuple[int, Streams]]:
     """Yield the number of every block while it is there, with what runs the samples, and let them through it.
 
-    Hidden states are kept in memory, or where `run` says; on disk in a temporary folder, since nothing resumes this.
-    With `skip`, samples with non-finite activations are left out.
+    Hidden states are kept in memory, or where `run` says; on disk in a temporary folder in `scratch` (None: where the
+    system has such), since nothing resumes this. With `skip`, samples with non-finite activations are left out.
     """
     size = run.batch_size or LARGEST_BATCH
     mine = processes.share(len(samples.input_ids), size)
@@ -32,7 +38,9 @@ def float_blocks(
     dtype = torch.float32 if processes.device.type == "cpu" else model.dtype  # as the pipeline
     streams = Streams(model, batches, processes, paired=False, cross=False, skip=skip)
     place = "memory" if run.activations == "auto" else run.activations
-    with TemporaryDirectory(prefix="gptqkit-") as folder, model.outside(processes.device, dtype):
+    if scratch is not None:
+        scratch.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".gptqkit-", dir=scratch) as folder, model.outside(processes.device, dtype):
         streams.begin(Scratch(Path(folder), processes), dtype, place)
         for layer, block in enumerate(model.blocks):
             streams.enter(layer)
