@@ -469,6 +469,18 @@ def test_whatever_is_damaged_is_never_resumed_from(job_models, undisturbed, tmp_
     assert list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.parametrize("lost", ["block-00000.json", "block-00001.json", "block-00002.json"])
+def test_a_lost_record_is_noticed_also_where_all_blocks_are_done(job_models, tmp_path, lost):
+    """The job has one for the output layer, too, so that there are as many as blocks."""
+    out, text = tmp_path / "out", samples(4).input_ids.flatten().tolist()
+    with pytest.raises(Stop):
+        quantize(job_models, "rtn", out, evaluate_on=text, progress=at(1, stop, "evaluate"))
+    assert (work_path(out) / "head.json").exists()
+    (work_path(out) / lost).unlink()
+    with pytest.raises(ResumeError, match=f"damaged: \\S*{lost};"):
+        quantize(job_models, "rtn", out, evaluate_on=text, resume=True)
+
+
 def contend(folder, rounds):
     """Open and discard the same job again and again; die where another process holds it, too."""
     held, alone = folder / "held", Processes(0, 1, torch.device("cpu"))

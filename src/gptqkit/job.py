@@ -179,7 +179,8 @@ class Job(Scratch):
     ) -> None:
         """Let a block that was written count from now on; `progress` is what else the next process must know."""
         rows = [dataclasses.asdict(report) for report in reports]
-        record = {"layer": layer, **record_of(part), "reports": rows, "seconds": self.seconds, **progress}
+        record = {"number": len(self.records), "layer": layer, **record_of(part), "reports": rows}
+        record |= {"seconds": self.seconds, **progress}
         self._write_json(f"{self.stem(layer).name}.json", record)
         self.records.append(record)
 
@@ -269,11 +270,11 @@ class Job(Scratch):
 
     def _read(self) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         """Read what finished blocks and saved hidden states there are, and check every file that they refer to."""
-        blocks, saved = sorted(self.folder.glob("block-*.json")), self.folder / "states.json"
-        for file, wanted in zip(blocks, (f"{self.stem(layer)}.json" for layer in range(len(blocks))), strict=True):
-            if str(file) != wanted:  # what cleans up old files took it
-                raise self._damaged(Path(wanted))
-        records = [self._read_json(file) for file in (*blocks, *self.folder.glob("head.json"))]
+        files, saved = sorted(self.folder.glob("block-*.json")), self.folder / "states.json"
+        records = [self._read_json(file) for file in (*files, *self.folder.glob("head.json"))]
+        for number, record in enumerate(records):
+            if record.get("number") != number:  # what cleans up old files took one
+                raise self._damaged(Path(f"{self.stem(number)}.json"))
         states = self._read_json(saved) if saved.exists() else None
         expected_of = {name: expected for record in records for name, expected in record["digests"].items()}
         for of_stream in (states or {"files": {}})["files"].values():
