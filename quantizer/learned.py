@@ -1,8 +1,9 @@
 """Learned rounding: a block's codes and scales, moved until its output comes nearest to the float model's.
 
-Signed gradient descent as in AutoRound (Cheng et al. 2023, arXiv 2309.05516), but around the values that a sweep
-rounded instead of the float weights, so that what the sweep gained is kept. A weight is (value of code) * exp(u), u of
-its group, code = round(t + v), t the sweep's latent in units of codes, v in [-0.5, 0.5]; u and v begin at 0.
+Signed gradient descent as in AutoRound (Cheng et al. 2023, arXiv 2309.05516), but with momentum, and around the values
+that a sweep rounded instead of the float weights, so that what the sweep gained is kept. A weight is (value of code) *
+exp(u), u of its group, code = round(t + v), t the sweep's latent in units of codes, v in [-0.5, 0.5]; u and v begin
+at 0.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from .methods import Solution
 from .quantized import QuantizedWeight
 
 _CHECKS = 8  # how often, at most, what was learned is scored
-_SCALE_STEP = 0.002  # of the logarithm of scales, in the first iteration
+_MOMENTUM = 0.5  # a few samples at a time give noisy gradients, of which only the signs count
+_WAY = 1.2  # over bits, in units of codes: twice how far steps of one sign take a weight; finer grids gain less by it
+_SCALE_STEP = 0.002  # of the logarithm of scales, in the first iteration; in the same way
 
 
 class LearnedWeight:
@@ -46,18 +49,19 @@ class LearnedWeight:
         self._position = (grouped.view(*weight.scale.shape, -1) - self._offset) / self._scale
         self._move = torch.zeros_like(self._position)
         self._stretch = torch.zeros_like(self._scale)
+        self._slope = torch.zeros_like(self._position)
 
     def value(self) -> Tensor:
         """Return the weight, (out, in) float32, with scales that no file has rounded yet."""
         return self._in_order(self._codes().mul_(self._scale).add_(self._offset).mul_(self._stretch.exp()))
 
     def descend(self, gradient: Tensor, step: float, scale_step: float) -> None:
-        """Go one step against the signs of the gradient with respect to `value()`, (out, in)."""
+        """Go one step against the signs of what the gradients with respect to `value()`, (out, in), add up to."""
         gradient = gradient.float() if self._back is None else gradient.float()[:, torch.argsort(self._back)]
-        gradient = gradient.reshape(self._position.shape)
-        along = (gradient * self._codes().mul_(self._scale).add_(self._offset)).sum(-1, keepdim=True)
+        self._slope.mul_(_MOMENTUM).add_(gradient.reshape(self._position.shape))
+        along = (self._slope * self._codes().mul_(self._scale).add_(self._offset)).sum(-1, keepdim=True)
         # GGUF's symmetric grids may have negative scales. A code beyond the end of its grid stays there however moved.
-        self._move.sub_(gradient.sign().mul_(self._scale.sign()), alpha=step).clamp_(-0.5, 0.5)
+        self._move.sub_(self._slope.sign().mul_(self._scale.sign()), alpha=step).clamp_(-0.5, 0.5)
         if self._snap is not None:
             self._stretch.sub_(along.sign_(), alpha=scale_step)
 
@@ -122,8 +126,9 @@ def learn(
     for step in range(iterations):
         rest = 1 - step / iterations
         for name, gradient in gradients((name, one.value()) for name, one in moving.items()).items():
-            moving[name].descend(gradient, rest / iterations, rest * _SCALE_STEP)
-        if (iterations - 1 - step) % max(1, iterations // _CHECKS) == 0:
+            part = rest * _WAY / solutions[name].weight.bits
+            moving[name].descend(gradient, part / iterations, part * _SCALE_STEP)
+        if (iterations - 1 - step) % -(-iterations // _CHECKS) == 0:
             stored = {name: one.stored() for name, one in moving.items()}
             found = score((name, weight.dequantize()) for name, weight in stored.items())
             if found < after:

@@ -9,7 +9,7 @@ compared with the float model's (gptaq, qep, learned rounding), else 0:
                  s n k (4 + p) + s k^2 (1 + p) + n k    in the sweep: W twice, Q, E, w when rounded; R, P; codes
                  9 s n k + s k^2 (2 + p)                while it is refined: also H; codes, Q, E, w as floats
     checkpoint   as the format says, to the byte
-    learning     16 n k                                 latent, in units of codes too; its move; a sum of gradients
+    learning     20 n k                                 latent, in units of codes too; its move, slope, gradient
 
 What the C library keeps of freed RAM does not count: some 100 MiB.
 """
@@ -336,7 +336,7 @@ def _learning_bytes(
     (samples, length), (*blocks, _) = shape, parts
     kept = [6 * max((sum(target.shape) for target in part), default=0) * dtype.itemsize * length for part in blocks]
     logits = 5 * 4 * length * model.config.get_text_config().vocab_size
-    learning = 16 * max(sum(target.weights for target in part) for part in blocks) + max(kept) * min(2, samples)
+    learning = 20 * max(sum(target.weights for target in part) for part in blocks) + max(kept) * min(2, samples)
     stretched = (dtype.itemsize + 4 * (dtype.itemsize < 4)) * sum(target.weights for part in parts for target in part)
     tuning = 2 * _bytes(model, dtype) + stretched + (sum(kept) + logits) * min(4, samples)
     return int(max(learning * (config.learn_iterations > 0), tuning * (config.tune_epochs > 0)))

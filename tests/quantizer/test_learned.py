@@ -46,12 +46,15 @@ def test_steps_are_signs_of_the_gradients_of_rounded_latents(settings):
     moving = LearnedWeight(solution, snap_of(config))
     position = (solution.latent - its.offset[:, index]) / its.scale[:, index]
     move, stretch = torch.zeros(ROWS, COLUMNS, requires_grad=True), torch.zeros_like(its.scale, requires_grad=True)
+    slope = 0
     for _ in range(3):
         codes = Rounded.apply(position + move).clamp(0, 3)
         value = (codes * its.scale[:, index] + its.offset[:, index]) * stretch.exp()[:, index]
         assert torch.allclose(moving.value(), value, rtol=1e-6, atol=1e-7)
         loss = (((value - weight) @ hessian) * (value - weight)).sum()
-        by_value, *gradients = torch.autograd.grad(loss, [value, move, stretch])
+        (by_value,) = torch.autograd.grad(loss, value, retain_graph=True)
+        slope = 0.5 * slope + by_value  # momentum
+        gradients = torch.autograd.grad(value, [move, stretch], slope)
         with torch.no_grad():
             for parameter, gradient, step in zip((move, stretch), gradients, (0.2, 0.01), strict=True):
                 parameter -= step * gradient.sign()
