@@ -237,7 +237,7 @@ def test_tuned_scales_predict_more_like_the_float_model(tmp_path, name, format_)
     ).report
     aside = samples(64).input_ids[-8:]
     for path, said in (("plain", report.tuning.divergence_before), ("tuned", report.tuning.divergence)):
-        assert divergence(tmp_path / path, model, aside) == pytest.approx(said, rel=1e-3)
+        assert divergence(tmp_path / path, model, aside) == pytest.approx(said, rel=1e-5)
     assert report.tuning.divergence < report.tuning.divergence_before
     before, after = weights(tmp_path / "plain"), weights(tmp_path / "tuned")
     for layer, weight in before.items():
@@ -255,7 +255,7 @@ def test_samples_left_out_are_not_tuned_on(tmp_path, size):
     report = quantize(model, tmp_path / "out", Samples(ids), **settings).report
     assert report.excluded_samples == 4
     assert report.tuning.divergence < report.tuning.divergence_before
-    assert divergence(tmp_path / "out", model, ids[15:16]) == pytest.approx(report.tuning.divergence, rel=1e-3)
+    assert divergence(tmp_path / "out", model, ids[15:16]) == pytest.approx(report.tuning.divergence, rel=1e-5)
 
 
 def test_padding_is_not_tuned_on(tmp_path):
@@ -268,12 +268,18 @@ def test_padding_is_not_tuned_on(tmp_path):
     config = {"bits": 2, "group_size": 32, "method": "rtn", "tune_epochs": 1}
     report = gptqkit.quantize(model, rows, tmp_path / "out", config, run={"device": "cpu"}).report
     found = divergence(tmp_path / "out", model, tokens.input_ids[-1:, :14])
-    assert found == pytest.approx(report.tuning.divergence, rel=1e-3)
+    assert found == pytest.approx(report.tuning.divergence, rel=1e-4)
 
 
-@pytest.mark.parametrize(("scores", "kept"), [((3.0, 1.0, 2.0), "first"), ((3.0, 4.0, 3.5), "none")])
+@pytest.mark.parametrize(
+    ("scores", "kept"),
+    [((3.0, 1.0, 2.0, 1.5), "first"), ((3.0, 4.0, 3.5), "none"), ((3.0, 2.0, 2.5, 3.2), "none")],
+)
 def test_the_epoch_that_is_best_on_samples_kept_aside_is_written(tmp_path, monkeypatch, scores, kept):
-    """Here it is told which one that is; the second has moved scales on from where the first left them."""
+    """Here it is told which one that is; the second has moved scales on from where the first left them.
+
+    The last score is that of the best ones as a file holds them, and is what counts.
+    """
     said, moved = iter(scores), []
     step = torch.optim.Adam.step
 
@@ -287,7 +293,7 @@ def test_the_epoch_that_is_best_on_samples_kept_aside_is_written(tmp_path, monke
     model, settings = build("llama", num_hidden_layers=1), {"bits": 2, "method": "rtn"}
     quantize(model, tmp_path / "plain", samples(8), **settings)
     tuning = quantize(model, tmp_path / "out", samples(8), **settings, tune_epochs=2).report.tuning
-    assert (tuning.divergence_before, tuning.divergence) == (3.0, min(scores))
+    assert (tuning.divergence_before, tuning.divergence) == (3.0, 3.0 if kept == "none" else scores[-1])
     assert len(moved) == 4  # two steps in each epoch
     scales = [[each.scale.flatten() for each in weights(tmp_path / out).values()] for out in ("plain", "out")]
     before, after = map(torch.cat, scales)

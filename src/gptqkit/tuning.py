@@ -113,6 +113,8 @@ def tune(
         for name, module in modules.items():
             parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
             matrix(module).copy_(weights[name].dequantize())
+        after = min(before, run.score())  # with scales as a file holds them
+    if after < before:
         with processes.together():
             if processes.rank == 0:
                 replace_weights(checkpoint, weights)
