@@ -21,7 +21,6 @@ from .grid import Snap
 from .methods import Solution
 from .quantized import QuantizedWeight
 
-_CHECKS = 8  # how often, at most, what was learned is scored
 _MOMENTUM = 0.5  # a few samples at a time give noisy gradients, of which only the signs count
 _WAY = 1.2  # over bits, in units of codes: twice how far steps of one sign take a weight; finer grids gain less by it
 _SCALE_STEP = 0.002  # of the logarithm of scales, in the first iteration; in the same way
@@ -93,7 +92,7 @@ class Learned:
     """What learning came to.
 
     Attributes:
-        weights: The weights by name, as files hold them: those of the best score, or those that learning began with.
+        weights: The weights by name, as files hold them; those that learning began with, where these score better.
         before: The score of what it began with.
         after: The score of these.
     """
@@ -121,19 +120,18 @@ def learn(
         score: The same as files hold them -> how far they are from their aim, on samples kept aside; less is better.
     """
     moving = {name: LearnedWeight(one, snap) for name, one in solutions.items()}
-    best = {name: one.weight for name, one in solutions.items()}
-    before = after = score((name, weight.dequantize()) for name, weight in best.items())
+    start = {name: one.weight for name, one in solutions.items()}
+    before = score((name, weight.dequantize()) for name, weight in start.items())
     for step in range(iterations):
         rest = 1 - step / iterations
         for name, gradient in gradients((name, one.value()) for name, one in moving.items()).items():
             part = rest * _WAY / solutions[name].weight.bits
             moving[name].descend(gradient, part / iterations, part * _SCALE_STEP)
-        if (iterations - 1 - step) % -(-iterations // _CHECKS) == 0:
-            stored = {name: one.stored() for name, one in moving.items()}
-            found = score((name, weight.dequantize()) for name, weight in stored.items())
-            if found < after:
-                best, after = stored, found
-    return Learned(weights=best, before=before, after=after)
+    stored = {name: one.stored() for name, one in moving.items()}
+    after = score((name, weight.dequantize()) for name, weight in stored.items())
+    if not after < before:
+        stored, after = start, before
+    return Learned(weights=stored, before=before, after=after)
 
 
 def _inverse(group_index: Tensor) -> Tensor:

@@ -46,9 +46,8 @@ def learn_block(
 ) -> Learned | None:
     """Learn the rounding of a block's Linears together; the block itself is left with other weights.
 
-    Some samples are kept aside: what comes nearest to the float model on those counts, be it where learning
-    began. Where memory runs out with a single sample in any process, what was solved stays, and a warning says so:
-    None.
+    Some samples are kept aside: where these come no nearer to the float model, nothing changes. Where memory runs out
+    with a single sample in any process, what was solved stays, and a warning says so: None.
 
     Args:
         layer: Number of the block, whose input the stream "hidden" holds, and whose output "float".
