@@ -258,6 +258,11 @@ def test_sizes_that_are_chosen_are_those_of_the_plan(folder):
     assert size(target_size=1 << 20) == 1 << 20
 
 
+def test_a_plan_refuses_what_the_job_would(folder):
+    with pytest.raises(ConfigError, match="lie in one another"):
+        gptqkit.plan(folder, folder / "out")
+
+
 def test_a_plan_takes_all_settings_as_dictionaries(folder):
     calibration = {"samples": 128, "sequence_length": 256}
     found = gptqkit.plan(folder, None, {"method": "gptq"}, calibration=calibration, run={"device": "cpu"})

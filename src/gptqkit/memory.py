@@ -35,6 +35,7 @@ from .calibration.halves import has_two_stacks
 from .empty import EmptyModel, open_empty
 from .errors import DoesNotFitError
 from .evaluating import check_length, default_length
+from .export.convert import check_apart
 from .export.formats import find_format
 from .export.shards import JOINED_BYTES
 from .hub import fetch
@@ -148,8 +149,10 @@ def plan(
     length = calibration.sequence_length or default_length(empty.model)
     check_length(empty.model, length)
     shape = (calibration.samples, length) if needs_calibration(config) else None
-    folder = Path.cwd() if out is None else Path(out).parent
-    return estimate(empty, config, shape, run, choose_device(run.device), folder)
+    if out is not None:
+        check_apart(folder, Path(out))
+    beside = Path.cwd() if out is None else Path(out).parent
+    return estimate(empty, config, shape, run, choose_device(run.device), beside)
 
 
 def estimate(
