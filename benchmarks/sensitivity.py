@@ -48,10 +48,12 @@ def main() -> None:
     text = gptqkit.Calibration(EXAMPLES / "data/calibration.txt", samples=arguments.samples, sequence_length=512)
     run = gptqkit.Run(device="cpu", overwrite=True)
     reference, tokenizer = load_float(MODEL, device="cpu")
-    with join(torch.device("cpu")) as processes:
+    with join(torch.device("cpu")) as processes, tempfile.TemporaryDirectory() as folder:
         config = gptqkit.QuantizeConfig(sym=False, method="gptq", target_bits=4, **PLAIN)
         samples = load_samples(text, tokenizer, sequence_length=512)
-        parts, members, _ = sensitivities(FloatModel(MODEL), samples, config, processes, run, silent)
+        parts, members, _ = sensitivities(
+            FloatModel(MODEL), samples, config, processes, run, silent, Path(folder) / "out"
+        )
     every = [(name, candidate) for name, candidates in parts.items() for candidate in candidates if candidate.loss]
     how, rows = gptqkit.Evaluation(sequence_length=512, max_windows=arguments.windows), []
     for name, candidate in random.Random(0).sample(every, arguments.count):

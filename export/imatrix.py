@@ -35,7 +35,7 @@ def imatrix_tensors(
     return {
         name: (
             torch.stack([rows[number][0] for number in sorted(rows)]).float(),
-            torch.tensor([[float(rows[number][1])] for number in sorted(rows)]),
+            torch.tensor([[rows[number][1]] for number in sorted(rows)], dtype=torch.float32),
         )
         for name, rows in found.items()
     }

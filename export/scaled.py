@@ -14,7 +14,9 @@ from .formats import find_quantization
 from .shards import Shards, read_json, some
 
 _FP8 = ("F8_E4M3", "F8_E5M2")
-_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device="cpu")  # of codes 0 to 7; 8 to 15: negative
+_FP4 = torch.tensor(
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float32, device="cpu"
+)  # of codes 0 to 7; 8 to 15 are the same, negative
 
 
 def has_scales(quantization: object) -> bool:

@@ -30,19 +30,25 @@ def staged(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     Raises:
         OutputExistsError, OSError: As `check_target`, or the disk refused; nothing is left behind.
     """
-    target = Path(os.path.realpath(target))
     remove_leftovers(target)
     check_target(target, overwrite=overwrite)
+    with scratch(target) as directory:
+        yield directory
+        replace_directory(directory, Path(os.path.realpath(target)), overwrite=overwrite)
+
+
+@contextmanager
+def scratch(target: Path) -> Iterator[Path]:
+    """Give a new directory beside `target`, which vanishes when the block ends; after a crash, with the next write."""
+    target = Path(os.path.realpath(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     directory = _beside(target, "incomplete")
     directory.mkdir()
-    with held(directory):
-        try:
+    try:
+        with held(directory):
             yield directory
-            replace_directory(directory, target, overwrite=overwrite)
-        except BaseException:  # Ctrl-C too: nothing half-written stays
-            shutil.rmtree(directory, ignore_errors=True)
-            raise
+    finally:  # Ctrl-C too: nothing half-written stays
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def replace_directory(directory: Path, target: Path, *, overwrite: bool = False) -> None:
@@ -62,6 +68,7 @@ def remove_leftovers(target: Path) -> None:
 
     Where a crash came between moving the old one away and the new one in, the old one comes back.
     """
+    target = Path(os.path.realpath(target))
     name = re.compile(rf"\.{re.escape(target.name)}\.gptqkit-(incomplete|replaced)-[0-9a-f]{{8}}")
     for entry in sorted(target.parent.iterdir()) if target.parent.is_dir() else ():
         found = name.fullmatch(entry.name)

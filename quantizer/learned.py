@@ -23,7 +23,7 @@ from .quantized import QuantizedWeight
 
 _MOMENTUM = 0.5  # a few samples at a time give noisy gradients, of which only the signs count
 _WAY = 1.2  # over bits, in units of codes: twice how far steps of one sign take a weight; finer grids gain less by it
-_SCALE_STEP = 0.002  # of the logarithm of scales, in the first iteration; in the same way
+_SCALE_STEP = 0.002  # times _WAY over bits: of the logarithm of scales, in the first iteration
 
 
 class LearnedWeight:

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -160,6 +162,24 @@ def test_hidden_states_that_nothing_resumes_from_do_not_pile_up_on_disk(tmp_path
     gptqkit.imatrix(tmp_path / "model", calibration, tmp_path / "imatrix.gguf", run=run, progress=look)
     assert [len(each) for each in counts.values()] == [4, 28]
     assert all(set(each) <= {1, 2} for each in counts.values())
+
+
+def killed(folder):
+    def die(_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    run, calibration = {"device": "cpu", "activations": "disk"}, gptqkit.Calibration(samples().input_ids)
+    config = {"method": "rtn", "group_size": 32, "target_bits": 5.0}
+    gptqkit.quantize(folder / "model", calibration, folder / "out", config, run=run, progress=die)
+
+
+def test_hidden_states_of_a_job_that_was_killed_go_with_the_next(tmp_path):
+    build("llama").save_pretrained(tmp_path / "model")
+    [ended] = processes(killed, tmp_path, log=tmp_path / "log")
+    assert ended.code == -signal.SIGKILL
+    assert list(tmp_path.rglob("hidden-*.bin"))
+    gptqkit.quantize(tmp_path / "model", None, tmp_path / "out", {"method": "rtn", "quality": "fast", "group_size": 32})
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "out", "log-0"}
 
 
 @pytest.mark.parametrize(

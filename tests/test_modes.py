@@ -47,6 +47,7 @@ def everything(source, folder):
     scores = gptqkit.evaluate(folder / "out", text, how, reference=source)
     gptqkit.convert(folder / "out", folder / "converted", format="compressed-tensors")
     gptqkit.imatrix(source, tokens, folder / "imatrix.gguf", run=gptqkit.Run(device="cpu"))
+    gptqkit.rotate(source, folder / "rotated")
     name = next(iter(gptqkit.open_checkpoint(folder / "out").layers))
     found = gptqkit.open_checkpoint(folder / "out").weight(name)
     return {
@@ -59,6 +60,11 @@ def everything(source, folder):
         },
         "converted": contents(folder / "converted")["model.safetensors"],
         "imatrix": (folder / "imatrix.gguf").read_bytes(),
+        "rotated": contents(folder / "rotated")["model.safetensors"],
+        "compared": gptqkit.compare([folder / "out"], text, how, reference=source)[0].to_dict()["perplexity"],
+        "bits": gptqkit.inspect(folder / "out").bits,
+        "plan": gptqkit.plan(source, folder / "more", SETTINGS, run={"device": "cpu"}).needs,
+        "recommended": gptqkit.recommend(source, 1 << 20, "llama.cpp"),
         "differences": gptqkit.diff(folder / "out", folder / "converted"),
         "damage": gptqkit.doctor(folder / "out").damage,
         "value": found.dequantize(),

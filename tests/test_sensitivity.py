@@ -218,8 +218,8 @@ def test_padding_does_not_change_what_is_measured(tmp_path):
     mask = torch.arange(60).expand(8, -1) < 24
     losses = []
     for given in (Samples(tokens), Samples(torch.where(mask, tokens.repeat(1, 3)[:, :60], 7), mask)):
-        alone = Processes(0, 1, torch.device("cpu"))
-        found = sensitivities(FloatModel(tmp_path / "model"), given, config, alone, Run(device="cpu"), silent)[0]
+        alone, run, out = Processes(0, 1, torch.device("cpu")), Run(device="cpu"), tmp_path / "out"
+        found = sensitivities(FloatModel(tmp_path / "model"), given, config, alone, run, silent, out)[0]
         losses.append([candidate.loss for candidates in found.values() for candidate in candidates])
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 

@@ -145,7 +145,7 @@ def quantize(
             identity["asked"] = identity["config"]["overrides"]
             before = processes.gather(chosen_before(out, identity) if run.resume else None)[0]
             with _explained_memory():
-                config = before or with_chosen_bits(source, samples, config, processes, run, progress, out.parent)
+                config = before or with_chosen_bits(source, samples, config, processes, run, progress, out)
             identity["config"] = config.to_dict()
         check_agreement(processes, identity)
         with Job(out, identity, processes, resume=run.resume, overwrite=run.overwrite) as job:
@@ -245,7 +245,7 @@ def imatrix(
             tokenizer = load_tokenizer(source.path, trust_remote_code=run.trust_remote_code)
         samples = _samples(source, calibration, open_tokenizer(tokenizer, trust_remote_code=run.trust_remote_code))
         with _explained_memory():
-            sums = squared_inputs(source, samples, processes, run, progress, out.parent)
+            sums = squared_inputs(source, samples, processes, run, progress, out)
     count, length = samples.input_ids.shape
     tensors = imatrix_tensors(sums, source.model.config.to_dict())
     write_imatrix(out, tensors, dataset=public_name(calibration.source), samples=count, length=length)

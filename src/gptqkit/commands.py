@@ -1,4 +1,4 @@
-"""What the commands of `gptqkit` do with their arguments: call the function of the same name, print what it returns."""
+"""What the commands of `gptqkit` do with their arguments: call a function of the package, and print what it returns."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def evaluate(
 
     Args:
         model: Directory of a quantized checkpoint; directory or Hub id of a float model; or a loaded model, which runs
-            where it is.
+            where it is, but outside the caller's autocast.
         dataset: A text file, a data set, or any other source of `Calibration`.
         config: All settings of the evaluation, as `Evaluation` or a dictionary of its fields; None for the defaults.
         reference: The float model to compare with, as a directory, Hub id or loaded model. Encoders need one.

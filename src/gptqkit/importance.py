@@ -31,11 +31,11 @@ def squared_inputs(
     processes: Processes,
     run: Run,
     progress: ProgressCallback,
-    scratch: Path | None = None,
+    out: Path,
 ) -> list[tuple[str, Tensor, int]]:
     """Return of every Linear in the blocks its stored name, the sums of x_j^2, (in,) float32, and how many tokens.
 
-    `progress` is called once per Linear. Hidden states may be kept in `scratch`, as by `float_blocks`.
+    `progress` is called once per Linear. Hidden states may be kept beside `out`.
 
     Raises:
         ConfigError: With `strict`, Linears that fit into no GGUF file.
@@ -48,7 +48,7 @@ def squared_inputs(
         _LOG.warning("%s", line)
     found: list[tuple[str, Tensor, int]] = []
     total = sum(map(len, targets))
-    for layer, streams in float_blocks(model, samples, processes, run, scratch=scratch):
+    for layer, streams in float_blocks(model, samples, processes, run, out):
         pools: dict[Group, InputStatistics] = {}
         for portion in portions(streams.trace(layer, targets[layer]), cross=False):
             for measured in streams.collect(layer, portion, pools, None):

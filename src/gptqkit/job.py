@@ -220,7 +220,7 @@ class Job(Scratch):
     def _open(self, identity: Mapping[str, Any], *, resume: bool) -> None:
         """Make the work directory, or take it up."""
         known = self.folder / "job.json"
-        remove_leftovers(Path(os.path.realpath(self.out)))
+        remove_leftovers(self.out)
         if not self.folder.exists():
             check_target(self.out, overwrite=self._overwrite)
         self._lock = _locked(self.folder)
@@ -272,10 +272,12 @@ class Job(Scratch):
         """Read what finished blocks and saved hidden states there are, and check every file that they refer to."""
         files, saved = sorted(self.folder.glob("block-*.json")), self.folder / "states.json"
         records = [self._read_json(file) for file in (*files, *self.folder.glob("head.json"))]
-        for number, record in enumerate(records):
-            if record.get("number") != number:  # what cleans up old files took one
-                raise self._damaged(Path(f"{self.stem(number)}.json"))
         states = self._read_json(saved) if saved.exists() else None
+        found = [record.get("number") for record in records]
+        wanted = list(range(max(len(records), states["layer"] if states else 0)))
+        if found != wanted:  # what cleans up old files took one
+            lost = next((number for number in wanted if number not in found), len(records))
+            raise self._damaged(Path(f"{self.stem(lost)}.json"))
         expected_of = {name: expected for record in records for name, expected in record["digests"].items()}
         for of_stream in (states or {"files": {}})["files"].values():
             expected_of |= {name: expected for name, _, _, expected in of_stream}
@@ -321,7 +323,7 @@ def remove_ended(out: Path) -> None:
         lock = _locked(folder)
         try:
             if not _is_unfinished(folder):
-                remove_leftovers(Path(os.path.realpath(out)))
+                remove_leftovers(out)
                 _delete(folder)
         finally:
             os.close(lock)

@@ -14,20 +14,18 @@ R = TypeVar("R")
 
 
 def in_plain_modes(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function run outside inference mode and autocast, and make float32 tensors on the CPU unless it says."""
+    """Let a function run outside inference mode and autocast, with tensors made on the CPU unless it says where."""
 
     @wraps(function)
     def plain(*arguments: P.args, **named: P.kwargs) -> R:
         with ExitStack() as modes:
-            modes.enter_context(torch.inference_mode(False))
+            if torch.is_inference_mode_enabled():
+                modes.enter_context(torch.inference_mode(False))
             for kind in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(kind):
                     modes.enter_context(torch.autocast(kind, enabled=False))
             if torch.get_default_device().type != "cpu":
                 modes.enter_context(torch.device("cpu"))
-            if (dtype := torch.get_default_dtype()) != torch.float32:
-                modes.callback(torch.set_default_dtype, dtype)
-                torch.set_default_dtype(torch.float32)
             return function(*arguments, **named)
 
     return plain

@@ -16,6 +16,7 @@ from .errors import CheckpointError, ConfigError
 from .export.autoround import plain_config
 from .export.formats import declared_format
 from .kernels.backends import check_backend
+from .modes import in_plain_modes
 
 if TYPE_CHECKING:
     import torch
@@ -119,6 +120,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         model.__dict__.update({name: {} for name in contents})
         model.__dict__.update(_is_hf_initialized=True, _keys_to_ignore_on_load_unexpected={""})
 
+    @in_plain_modes
     def postprocess_model(self, model: Any, **kwargs: Any) -> None:
         """Fill the model from its files."""
         from .architecture import initialize_buffers

@@ -25,6 +25,7 @@ from .export.names import StoredNames
 from .export.shards import MAX_SHARD_BYTES, read_json, same_bits, some, write_json, write_shards
 from .export.staging import held, sync_directory, sync_files
 from .kernels.linear import QuantLinear
+from .modes import in_plain_modes
 from .settings import bytes_of
 
 _INDEX, _STAGING = "model.safetensors.index.json", ".gptqkit-incomplete-"
@@ -49,6 +50,7 @@ class Saver:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._model(), self._path)
 
+    @in_plain_modes
     def __call__(
         self,
         save_directory: Path | str,

@@ -48,7 +48,7 @@ def with_chosen_bits(
     processes: Processes,
     run: Run,
     progress: ProgressCallback,
-    scratch: Path | None = None,
+    out: Path,
 ) -> QuantizeConfig:
     """Return the settings with an override for every module that gets other bits or groups, or stays in float.
 
@@ -65,13 +65,13 @@ def with_chosen_bits(
         processes: Those that share the samples.
         run: Batch size, and where hidden states are kept.
         progress: Called once per block.
-        scratch: A folder in which hidden states may be kept for a while; None for the system's.
+        out: The checkpoint to be, beside which hidden states may be kept for now.
 
     Raises:
         ConfigError: A format with one setting for all modules, a target that cannot be reached, or, with `strict`,
             Linears that do not fit.
     """
-    parts, members, whole = sensitivities(source, samples, config, processes, run, progress, scratch)
+    parts, members, whole = sensitivities(source, samples, config, processes, run, progress, out)
     free = [target for group in members.values() for target in group]
     chosen = allocate_bits(parts, _budget(whole, free, parts, config))
     if free and not config.overrides and all(candidate.bits is None for candidate in chosen.values()):
@@ -100,7 +100,7 @@ def sensitivities(
     processes: Processes,
     run: Run,
     progress: ProgressCallback,
-    scratch: Path | None = None,
+    out: Path,
 ) -> tuple[dict[str, list[Candidate]], dict[str, list[Target]], int]:
     """Return, by the name of its first Linear, every part's candidates, and its Linears; and bytes as asked for.
 
@@ -122,7 +122,7 @@ def sensitivities(
         _budget(whole, free, lossless, config)
     parts: dict[str, list[Candidate]] = {}
     members: dict[str, list[Target]] = {}
-    for layer, streams in float_blocks(source, samples, processes, run, skip=config.skip_nonfinite, scratch=scratch):
+    for layer, streams in float_blocks(source, samples, processes, run, out, skip=config.skip_nonfinite):
         for own, lost in _measured(layer, targets[layer], streams, config):
             stored = 8 * streams.model.dtype.itemsize * sum(each.weights for each in own)
             plain = Candidate(bits=None, group_size=None, size=stored, loss=0.0)

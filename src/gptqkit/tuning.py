@@ -66,8 +66,8 @@ def tune(
     """Tune the scales of a complete checkpoint, and write them in their places.
 
     Some samples are kept aside: after each epoch the divergence on those tells whether these scales are the
-    best so far; where none are better than those that were there, nothing is written. What is written is loaded and
-    run.
+    best so far; where none, rounded as the file holds them, are better than those that were there, nothing is written.
+    What is written is loaded and run.
     Both models are in memory as a whole, with the activations of a step for backpropagation: where these do not fit,
     of a sample, or at last of one block, at the price of another forward pass. Every process goes through its own
     samples; gradients are added up, as DistributedDataParallel does but for its mean, which Adam does not see.

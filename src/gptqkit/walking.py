@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
@@ -12,6 +11,7 @@ from .calibration.batches import Batches
 from .calibration.halves import parts_of
 from .calibration.samples import Samples
 from .distributed import Processes
+from .export.staging import remove_leftovers, scratch
 from .job import Scratch
 from .model import FloatModel
 from .run import LARGEST_BATCH, Run
@@ -23,14 +23,14 @@ def float_blocks(
     samples: Samples,
     processes: Processes,
     run: Run,
+    out: Path,
     *,
     skip: bool = False,
-    scratch: Path | None = None,
 ) -> Iterator[tuple[int, Streams]]:
     """Yield the number of every block while it is there, with what runs the samples, and let them through it.
 
-    Hidden states are kept in memory, or where `run` says; on disk in a temporary folder in `scratch` (None: where the
-    system has such), since nothing resumes this. With `skip`, samples with non-finite activations are left out.
+    Hidden states are kept in memory, or where `run` says; on disk beside `out`, which is what is to be written, and
+    only for now, since nothing resumes this. With `skip`, samples with non-finite activations are left out.
     """
     size = run.batch_size or LARGEST_BATCH
     mine = processes.share(len(samples.input_ids), size)
@@ -38,10 +38,11 @@ def float_blocks(
     dtype = torch.float32 if processes.device.type == "cpu" else model.dtype  # as the pipeline
     streams = Streams(model, batches, processes, paired=False, cross=False, skip=skip)
     place = "memory" if run.activations == "auto" else run.activations
-    if scratch is not None:
-        scratch.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".gptqkit-", dir=scratch) as folder, model.outside(processes.device, dtype):
-        streams.begin(Scratch(Path(folder), processes), dtype, place)
+    if processes.rank == 0:
+        remove_leftovers(out)
+    processes.gather(None)  # before any of them makes a new one
+    with scratch(out) as folder, model.outside(processes.device, dtype):
+        streams.begin(Scratch(folder, processes), dtype, place)
         for layer, block in enumerate(model.blocks):
             streams.enter(layer)
             with model.block(layer, processes.device, dtype):

@@ -87,6 +87,27 @@ def test_codes_on_negative_scales_go_down_the_gradients_too(kind):
     assert not torch.equal(moving.stored().codes, its.codes)
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_ways_are_shorter_on_finer_grids(bits):
+    """Of a weight whose gradient never changes: 0.3 codes at 2 bits, and in proportion."""
+    config = QuantizeConfig(method="rtn", bits=bits, group_size=16, learn_iterations=40)
+    weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(3))
+    solution = find_method("rtn").solve(weight, None, config, snap_of(config))
+    its, index = solution.weight, solution.weight.group_index.long()
+    position = (solution.latent - its.offset[:, index]) / its.scale[:, index]
+    up, scores = torch.full_like(weight, -1.0), iter((2.0, 1.0))
+    found = learn(
+        {"only": solution},
+        None,
+        iterations=40,
+        gradients=lambda values: {name: up for name, _ in values},
+        score=lambda values: [list(values), next(scores)][1],
+    ).weights["only"]
+    way = 0.3 * 2 / bits * 41 / 40
+    assert torch.equal(found.codes, (position + way).round().clamp(0, 2**bits - 1).to(torch.uint8))
+    assert not torch.equal(found.codes, its.codes)
+
+
 @pytest.mark.parametrize("settings", [{"sym": False}, {"sym": True, "desc_act": True}, {"method": "rtn"}], ids=str)
 def test_the_loss_falls_or_nothing_changes(settings):
     """The aim is another one than the sweep's."""
