@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..modes import in_plain_modes
 from .checkpoint import Checkpoint, open_checkpoint
 from .shards import same_bits
 
@@ -41,7 +40,6 @@ class LayerDifference:
         return dataclasses.asdict(self)
 
 
-@in_plain_modes
 def diff(first: Path | str, second: Path | str) -> list[LayerDifference]:
     """Return what differs between two checkpoints, directories or ids on the Hub, in the order of the first.
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..modes import in_plain_modes
 from ..settings import did_you_mean
 from .bits import unpack
 from .checkpoint import Checkpoint, matrices, open_checkpoint
@@ -74,7 +73,6 @@ class CheckpointSummary:
         return dataclasses.asdict(self)
 
 
-@in_plain_modes
 def inspect(path: Path | str, *, revision: str | None = None, tensor_parallel: int = 1) -> CheckpointSummary:
     """Return what the checkpoint in `path`, a directory or an id on the Hub, is, without loading its weights.
 

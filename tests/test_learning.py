@@ -378,6 +378,17 @@ def test_both_stacks_of_an_encoder_decoder_learn(tmp_path, name):
     assert report.tuning.divergence < report.tuning.divergence_before < plain.tuning.divergence_before
 
 
+def test_what_is_in_no_file_is_there_while_scales_are_tuned(tmp_path):
+    """Marian's sinusoids are made, not stored."""
+    sizes = {"d_model": 64, "vocab_size": 96, "decoder_vocab_size": 96, "max_position_embeddings": 64}
+    stacks = {f"{each}_{key}": n for each in ("encoder", "decoder") for key, n in {"layers": 1, "ffn_dim": 96}.items()}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    tokens = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    model = transformers.MarianMTModel(transformers.MarianConfig(**sizes, **stacks, **heads, **tokens))
+    report = quantize(model, tmp_path / "out", samples(16), bits=4, method="rtn", tune_epochs=1).report
+    assert report.tuning.divergence < report.tuning.divergence_before
+
+
 def test_tuned_scales_that_were_written_wrongly_are_noticed(tmp_path, monkeypatch):
     write = tuning.replace_weights
 

@@ -119,6 +119,7 @@ class FloatModel:
     def whole(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
         """Return the model with all its weights, in evaluation mode."""
         self.empty.fill(self._tensors, self.names, self._chosen(lambda _: True), device, dtype)
+        self.empty.make(self._absent, device, dtype)
         return self.model.to(device)
 
     def others(self, part: int | None, solved: Collection[str]) -> Iterator[tuple[str, Tensor]]:
