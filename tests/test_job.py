@@ -389,8 +389,17 @@ def test_bits_are_chosen_once(job_models, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(Stop):
         quantize(job_models, "gptq", out, settings=settings, progress=at(10, stop))
-    with pytest.raises(ResumeError, match=r"asked"):
+    with pytest.raises(ResumeError, match=r"config\.overrides\.o_proj was None"):
         quantize(job_models, "gptq", out, settings={**settings, "overrides": {"o_proj": {"bits": 8}}}, resume=True)
+    with pytest.raises(OutputExistsError, match="unfinished job"):
+        quantize(job_models, "gptq", out, settings=settings, progress=steps.append)
+    assert not steps  # the refusals come before any work
+    chosen = work_path(out) / "chosen.json"
+    kept = chosen.read_bytes()
+    chosen.unlink()
+    with pytest.raises(ResumeError, match=r"damaged: \S*chosen\.json"):
+        quantize(job_models, "gptq", out, settings=settings, resume=True)
+    chosen.write_bytes(kept)
     quantize(job_models, "gptq", out, settings=settings, resume=True, progress=steps.append)
     assert {step.stage for step in steps if step.layer is not None} == {"quantize"}
     assert whole.report.config.overrides

@@ -37,7 +37,7 @@ from .export.staging import check_target
 from .hub import push
 from .identity import check_agreement, differences, identity_of
 from .importance import squared_inputs
-from .job import Job, chosen_before, remove_ended, work_path
+from .job import Job, remove_ended, work_path
 from .loading import choose_device, load_tokenizer, open_tokenizer
 from .memory import estimate
 from .model import FloatModel
@@ -141,15 +141,14 @@ def quantize(
             _check_predicts(source, config)
         run = _planned(source, config, samples, run, processes, work_path(out))
         identity = identity_of(source, config, samples, run.batch_size, processes.device)
-        if config.chooses_bits and samples is not None:
-            identity["asked"] = identity["config"]["overrides"]
-            before = processes.gather(chosen_before(out, identity) if run.resume else None)[0]
-            with _explained_memory():
-                config = before or with_chosen_bits(source, samples, config, processes, run, progress, out)
-            identity["config"] = config.to_dict()
         check_agreement(processes, identity)
         with Job(out, identity, processes, resume=run.resume, overwrite=run.overwrite) as job:
             job.check_shared()
+            if config.chooses_bits and samples is not None and (before := job.chosen()):
+                config = before
+            elif config.chooses_bits and samples is not None:
+                with _explained_memory():
+                    config = job.choose(with_chosen_bits(source, samples, config, processes, run, progress, out))
             pipeline = Pipeline(source, samples, config, job, processes, run=run, progress=progress)
             with _explained_memory():
                 pipeline.run()

@@ -4,6 +4,7 @@ It stands beside the checkpoint to be, `.NAME.gptqkit-work`, and vanishes with t
 
     lock                     held by the process at work
     job.json                 what is being made, from what: only the same job goes on here
+    chosen.json              the settings with bits for every module, where these are chosen
     block-N.K.safetensors    the tensors of a finished block, as they will stand in the checkpoint
     block-N.json             its record; written last: a block without it is not finished
     hidden-N-R.bin ...       hidden states that enter block N, of the samples of process R; float-N-R.bin of
@@ -54,26 +55,10 @@ SAVE_SECONDS = 300.0
 """Least time between two saves of hidden states that are not on disk anyway."""
 
 _OWN = re.compile(  # the files of a job
-    r"lock|((job|states|complete|head|block-\d+)\.json|(outside|head|block-\d+)\.\d+\.safetensors)(\.tmp)?"
+    r"lock|((job|chosen|states|complete|head|block-\d+)\.json|(outside|head|block-\d+)\.\d+\.safetensors)(\.tmp)?"
     r"|((hidden|float)(-beside)?|encoded|encoded-float)-\d+r?-\d+\.bin|checkpoint"
     r"|\.tmp\w{6}"  # a file that safetensors was writing when it was killed
 )
-
-
-def chosen_before(out: Path, identity: Mapping[str, Any]) -> QuantizeConfig | None:
-    """Return the settings that an unfinished job for `out` has chosen bits for, where it is the same job.
-
-    Args:
-        out: The target.
-        identity: Of the job with settings as they were asked for; "asked" holds their overrides.
-    """
-    try:
-        begun = read_json(work_path(out) / "job.json")["job"]
-    except (CheckpointError, KeyError):
-        return None
-    asked = {**begun, "config": {**begun["config"], "overrides": begun.get("asked")}}
-    same = not differences(asked, json.loads(json.dumps(identity)))
-    return QuantizeConfig.from_dict(begun["config"]) if same else None
 
 
 class Scratch:
@@ -169,6 +154,23 @@ class Job(Scratch):
                     f"rank {self._processes.rank} does not see {self.folder} of rank 0; give an output folder on a "
                     "file system that all machines share"
                 )
+
+    def chosen(self) -> QuantizeConfig | None:
+        """Return the settings that this job chose before, where it did."""
+        found = None
+        with self._processes.together():
+            file = self.folder / "chosen.json"
+            if self._processes.rank == 0 and (self.records or file.exists()):
+                found = self._read_json(file)["config"]
+        found = self._processes.gather(found)[0]
+        return None if found is None else QuantizeConfig.from_dict(found)
+
+    def choose(self, config: QuantizeConfig) -> QuantizeConfig:
+        """Keep settings with chosen bits for those that resume; return rank 0's, which all go on with."""
+        with self._processes.together():
+            if self._processes.rank == 0:
+                self._write_json("chosen.json", {"config": config.to_dict()})
+        return QuantizeConfig.from_dict(self._processes.gather(config.to_dict())[0])
 
     def stem(self, layer: int | None) -> Path:
         """Return path and beginning of the names of the files of a block; None is the output layer."""
