@@ -13,48 +13,37 @@ from ..errors import ArchitectureError
 from .gguf_model import architecture_of, split_name
 
 
-def imatrix_tensors(
-    sums: Iterable[tuple[str, Tensor, int]], model_config: Mapping[str, Any]
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return sums and counts by llama.cpp's names of the weights; those of a layer's experts stand below one another.
+def write_imatrix(
+    file: Path,
+    sums: Iterable[tuple[str, Tensor, int]],
+    model_config: Mapping[str, Any],
+    *,
+    dataset: str,
+    samples: int,
+    length: int,
+) -> None:
+    """Write an importance matrix as llama-imatrix does: in_sum2, (experts or 1, in), and counts, (experts or 1, 1).
 
     Args:
+        file: To be written; it appears when it is complete.
         sums: Of every Linear its name, the sums over tokens of x_j^2, (in,), and the number of tokens.
         model_config: The model's config.
+        dataset: Name of the text.
+        samples: Windows of it.
+        length: Tokens of each.
 
     Raises:
-        ArchitectureError: A Linear for which there is no name.
+        ArchitectureError: A Linear for which llama.cpp has no name.
     """
+    from gguf import GGUFWriter  # here, because it takes long
+
     found: dict[str, dict[int, tuple[Tensor, int]]] = {}
     modules = architecture_of(model_config).modules
     for name, squares, tokens in sums:
         place = split_name(name, modules)
         if place is None:
             raise ArchitectureError(f"{name} has no name in llama.cpp's {model_config['model_type']}")
-        found.setdefault(f"{place[0]}.weight", {})[place[1] or 0] = squares, tokens
-    return {
-        name: (
-            torch.stack([rows[number][0] for number in sorted(rows)]).float(),
-            torch.tensor([[rows[number][1]] for number in sorted(rows)], dtype=torch.float32),
-        )
-        for name, rows in found.items()
-    }
-
-
-def write_imatrix(
-    file: Path, tensors: Mapping[str, tuple[Tensor, Tensor]], *, dataset: str, samples: int, length: int
-) -> None:
-    """Write an importance matrix as llama-imatrix does: in_sum2, (experts or 1, in), and counts, (experts or 1, 1).
-
-    Args:
-        file: To be written; it appears when it is complete.
-        tensors: What `imatrix_tensors` returns.
-        dataset: Name of the text.
-        samples: Windows of it.
-        length: Tokens of each.
-    """
-    from gguf import GGUFWriter  # here, because it takes long
-
+        found.setdefault(place[0], {})[place[1] or 0] = squares, tokens
     incomplete = file.with_name(f".{file.name}.gptqkit-incomplete")
     try:
         writer = GGUFWriter(incomplete, "")
@@ -62,9 +51,10 @@ def write_imatrix(
         writer.add_array("imatrix.datasets", [dataset])
         writer.add_uint32("imatrix.chunk_count", samples)
         writer.add_uint32("imatrix.chunk_size", length)
-        for name, (squares, counts) in tensors.items():
-            writer.add_tensor(f"{name}.in_sum2", squares.numpy())
-            writer.add_tensor(f"{name}.counts", counts.numpy())
+        for name, experts in found.items():
+            rows, counts = zip(*(experts[number] for number in sorted(experts)), strict=True)
+            writer.add_tensor(f"{name}.weight.in_sum2", torch.stack(rows).float().numpy())
+            writer.add_tensor(f"{name}.weight.counts", torch.tensor(counts, dtype=torch.float32)[:, None].numpy())
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -31,7 +31,7 @@ from .export.card import HEAT_MAP, write_card
 from .export.checkpoint import REPORT, public_name, write_report
 from .export.convert import check_apart
 from .export.formats import find_format
-from .export.imatrix import imatrix_tensors, write_imatrix
+from .export.imatrix import write_imatrix
 from .export.shards import read_json, some
 from .export.staging import check_target
 from .hub import push
@@ -246,8 +246,8 @@ def imatrix(
         with _explained_memory():
             sums = squared_inputs(source, samples, processes, run, progress, out)
     count, length = samples.input_ids.shape
-    tensors = imatrix_tensors(sums, source.model.config.to_dict())
-    write_imatrix(out, tensors, dataset=public_name(calibration.source), samples=count, length=length)
+    model_config = source.model.config.to_dict()
+    write_imatrix(out, sums, model_config, dataset=public_name(calibration.source), samples=count, length=length)
 
 
 @contextmanager
