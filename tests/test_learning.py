@@ -122,27 +122,6 @@ def test_learning_needs_little_memory_at_once(tmp_path, monkeypatch):
     assert halves.error == pytest.approx(whole.error, rel=0.05)
 
 
-@pytest.mark.parametrize("bears", [True, False])
-def test_gradients_in_bfloat16_teach_as_much_and_blocks_that_cannot_do_without(tmp_path, monkeypatch, bears):
-    """As on a GPU."""
-    model = build("llama", num_hidden_layers=1)
-    plain = learned(model, tmp_path / "plain", method="gptaq").report.blocks[0]
-    forward, seen = type(model.model.layers[0]).forward, []
-
-    def halved(self, hidden_states, *arguments, **named):
-        if torch.is_grad_enabled():
-            seen.append(torch.is_autocast_enabled("cpu"))
-            if seen[-1] and not bears:
-                raise RuntimeError("Index put requires the source and destination dtypes match")
-        return forward(self, hidden_states, *arguments, **named)
-
-    monkeypatch.setattr("gptqkit.learning.IN_BFLOAT16", ("cpu",))
-    monkeypatch.setattr(type(model.model.layers[0]), "forward", halved)
-    block = learned(model, tmp_path / "halved", method="gptaq").report.blocks[0]
-    assert seen == ([True] * 30 if bears else [True] + [False] * 30)
-    assert block.error == pytest.approx(plain.error, rel=0.02)
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("where", ["forward", "__init__", "descend", "stored"])
 def test_a_block_that_cannot_learn_for_want_of_memory_keeps_what_was_solved(tmp_path, monkeypatch, caplog, where):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -16,7 +15,6 @@ from transformers.pytorch_utils import Conv1D
 
 from .calibration.batches import in_pieces, out_of_memory, pieces, shuffled
 from .distributed import Processes
-from .errors import ArchitectureError
 from .export.formats import find_format
 from .progress import Progress, ProgressCallback
 from .quantizer.config import QuantizeConfig
@@ -29,7 +27,6 @@ _LOG = logging.getLogger("gptqkit")
 _Result = TypeVar("_Result")
 
 BATCH = 2  # samples per step, of all processes
-IN_BFLOAT16 = ("cuda",)  # devices where gradients of float32 models are computed in it: only their signs count
 
 
 class _NoRoomError(Exception):
@@ -88,8 +85,6 @@ class _Fit:
     def __init__(self, layer: int, names: Sequence[str], streams: Streams, processes: Processes) -> None:
         self._layer, self._streams, self._processes = layer, streams, processes
         self._modules = {name: streams.model.model.get_submodule(name) for name in names}
-        whole = all(module.weight.dtype == torch.float32 for module in self._modules.values())
-        self._autocast = whole and processes.device.type in IN_BFLOAT16
         samples, self._aside = streams.batches.split()
         size = -(-BATCH // processes.size)
         self._piece = min(size, streams.batches.size)
@@ -133,14 +128,6 @@ class _Fit:
         return [self._streams.distance(self._layer, part) for part in pieces(self._aside, size)]
 
     def _backward(self, batch: range, size: int) -> dict[str, Tensor]:
-        """Return the gradients of some samples."""
-        if self._autocast:
-            with suppress(ArchitectureError), torch.autocast(self._processes.device.type, torch.bfloat16):
-                return self._add_up(batch, size)
-            self._autocast = False  # some blocks mix dtypes in ways that cannot be cast
-        return self._add_up(batch, size)
-
-    def _add_up(self, batch: range, size: int) -> dict[str, Tensor]:
         """Return the gradients of some samples, each added up as soon as it is there: not all at once in memory."""
         sums = {name: torch.zeros_like(matrix(module), dtype=torch.float32) for name, module in self._modules.items()}
         weights = [module.weight for module in self._modules.values()]
