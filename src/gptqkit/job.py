@@ -157,9 +157,8 @@ class Job(Scratch):
 
     def chosen(self) -> QuantizeConfig | None:
         """Return the settings that this job chose before, where it did."""
-        found = None
+        file, found = self.folder / "chosen.json", None
         with self._processes.together():
-            file = self.folder / "chosen.json"
             if self._processes.rank == 0 and (self.records or file.exists()):
                 found = self._read_json(file)["config"]
         found = self._processes.gather(found)[0]
