@@ -178,7 +178,8 @@ def test_hidden_states_of_a_job_that_was_killed_go_with_the_next(tmp_path):
     [ended] = processes(killed, tmp_path, log=tmp_path / "log")
     assert ended.code == -signal.SIGKILL
     assert list(tmp_path.rglob("hidden-*.bin"))
-    gptqkit.quantize(tmp_path / "model", None, tmp_path / "out", {"method": "rtn", "quality": "fast", "group_size": 32})
+    config, run = {"method": "rtn", "quality": "fast", "group_size": 32}, {"device": "cpu", "overwrite": True}
+    gptqkit.quantize(tmp_path / "model", None, tmp_path / "out", config, run=run)
     assert {path.name for path in tmp_path.iterdir()} == {"model", "out", "log-0"}
 
 
