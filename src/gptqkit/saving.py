@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import filecmp
 import inspect
 import json
 import re
 import shutil
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,14 +21,14 @@ from .empty import EmptyModel
 from .errors import CheckpointError, ConfigError
 from .export.checkpoint import Checkpoint, lasting_config, open_checkpoint, write_configs
 from .export.names import StoredNames
-from .export.shards import MAX_SHARD_BYTES, read_json, same_bits, some, write_json, write_shards
+from .export.shards import MAX_SHARD_BYTES, same_bits, some, write_shards
 from .export.staging import held, sync_directory, sync_files
 from .kernels.linear import QuantLinear
 from .modes import in_plain_modes
 from .settings import bytes_of
 
-_INDEX, _STAGING = "model.safetensors.index.json", ".gptqkit-incomplete-"
-_WEIGHTS = re.compile(r"model((-b)?-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_STAGING = ".gptqkit-incomplete-"
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
 class Saver:
@@ -67,7 +66,7 @@ class Saver:
         whole checkpoint, and another one that held a model without config.json: it is to be called again.
 
         Args:
-            save_directory: May exist, and may be the one that the model was loaded from.
+            save_directory: May exist. In the one that the model was loaded from only the configs are written.
             is_main_process: Write anything at all.
             max_shard_size: Of a file of weights: bytes, or a text such as "500MB"; no more than 4 GiB is used.
             others: Those of transformers' `save_pretrained`, with their defaults only.
@@ -101,41 +100,20 @@ class Saver:
                 if ours:  # nobody is at work in it
                     shutil.rmtree(left, ignore_errors=True)
         with TemporaryDirectory(dir=target, prefix=_STAGING) as name, held(Path(name)):
-            staging = Path(name)
-            write_shards(staging, ((each, checkpoint.tensor(each)) for each in checkpoint.tensors.where), most)
-            _write_configs(model, checkpoint, staging)
-            if target.samefile(checkpoint.path):
-                _rename_taken(staging, checkpoint.tensors.files)
-            else:  # of files of two models nobody must read a third
+            staging, values = Path(name), checkpoint.quantization_config
+            another = not target.samefile(checkpoint.path)
+            if another:
+                values = lasting_config(values)
+                write_shards(staging, ((each, checkpoint.tensor(each)) for each in checkpoint.tensors.where), most)
+            _write_configs(model, checkpoint.model_config, values, staging)
+            sync_files(staging)
+            if another:  # of files of two models nobody must read a third
                 (target / "config.json").unlink(missing_ok=True)
-            _put(staging, target)
-
-
-def _rename_taken(staging: Path, used: Iterable[Path]) -> None:
-    """Give new shards other names where others of `used` are called so, which are read until the new index is there."""
-    shards, taken = list(staging.glob("model-*.safetensors")), {file.name: file for file in used}
-    if all(filecmp.cmp(taken[shard.name], shard, shallow=False) for shard in shards if shard.name in taken):
-        return
-    for shard in shards:
-        shard.rename(staging / shard.name.replace("model-", "model-b-"))
-    index = read_json(staging / _INDEX)
-    where = {name: file.replace("model-", "model-b-") for name, file in index["weight_map"].items()}
-    write_json(staging / _INDEX, {**index, "weight_map": where})
-
-
-def _put(staging: Path, target: Path) -> None:
-    """Move all files to where they are to be, weights before what refers to them, and delete other weights there."""
-    sync_files(staging)
-    new = sorted(file.name for file in staging.iterdir() if file.name not in (_INDEX, "config.json"))
-    if (staging / _INDEX).exists():
-        new.append(_INDEX)
-    for name in new:
-        (staging / name).replace(target / name)
-    stale = [file for file in target.iterdir() if _WEIGHTS.fullmatch(file.name) and file.name not in new]
-    for file in sorted(stale, key=lambda file: file.name != _INDEX):
-        file.unlink()
-    (staging / "config.json").replace(target / "config.json")
-    sync_directory(target)
+                for file in [file for file in target.iterdir() if _WEIGHTS.fullmatch(file.name)]:
+                    file.unlink()
+            for file in sorted(staging.iterdir(), key=lambda file: file.name == "config.json"):
+                file.replace(target / file.name)
+            sync_directory(target)
 
 
 def _changes(model: Any, checkpoint: Checkpoint) -> Iterator[str]:
@@ -168,15 +146,15 @@ def _different(wanted: dict[str, Tensor], current: dict[str, Tensor]) -> Iterato
             yield name
 
 
-def _write_configs(model: Any, checkpoint: Checkpoint, directory: Path) -> None:
-    """Write the configs of the model, with the class and the dtype of its files."""
-    stored, config = checkpoint.model_config, json.loads(model.config.to_json_string())
+def _write_configs(model: Any, stored: dict[str, Any], quantization: dict[str, Any], directory: Path) -> None:
+    """Write the configs of the model, with the class and the dtype of its files, which their config.json says."""
+    config = json.loads(model.config.to_json_string())
     for key in ("dtype", "torch_dtype", "architectures", "quantization_config"):
         config.pop(key, None)
     own = {"dtype": stored.get("dtype") or stored.get("torch_dtype"), "architectures": stored.get("architectures")}
     config |= {key: value for key, value in own.items() if value}
     generation = json.loads(model.generation_config.to_json_string()) if model.can_generate() else None
-    write_configs(directory, lasting_config(checkpoint.quantization_config), config, generation, None)
+    write_configs(directory, quantization, config, generation, None)
 
 
 def _check_defaults(options: dict[str, Any]) -> None:
