@@ -20,20 +20,11 @@ from ..errors import CheckpointError, ConfigError, ShapeError
 from ..quantizer.config import QuantizeConfig
 from ..quantizer.grid import IntegerZeroPoint
 from ..quantizer.quantized import QuantizedWeight
+from . import gptq_config
 from .bits import pack, unpack
 from .formats import Declared, Format, LayerSpec
 from .layers import BIAS, SCALES, WORDS, check_kinds, check_shapes, make_weight, refuse_act_order, stored_grid
-from .modules import (
-    check_settings,
-    list_of_names,
-    meta_of,
-    names_in_float,
-    outside_blocks,
-    read_dynamic,
-    skipped_in_dynamic,
-    skipped_modules,
-    writer_of,
-)
+from .modules import list_of_names, meta_of, names_in_float, outside_blocks, skipped_in_dynamic, skipped_modules
 
 _BITS, _PER_WORD = 4, 8
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of 8 outputs stands at each place of a word
@@ -145,17 +136,9 @@ def read_config(values: Mapping[str, Any], where: str) -> Declared:
         raise CheckpointError(f"{where}: bits is {bits!r}; awq is read here with 4 bits only")
     if size is None:
         raise CheckpointError(f"{where}: group_size is missing; add it, it cannot be guessed safely")
-    check_settings({"bits": bits, "group_size": size}, where)
     list_of_names(values.get("modules_to_not_convert"), f"{where}: modules_to_not_convert")
-    return Declared(
-        format="awq",
-        bits=_BITS,
-        group_size=None if size == -1 else size,
-        sym=bool(values.get("sym", not values.get("zero_point", True))),
-        desc_act=False,
-        writer=writer_of(values),
-        dynamic=read_dynamic(values, where),
-    )
+    sym = values.get("sym", not values.get("zero_point", True))
+    return gptq_config.read_config({**values, "bits": bits, "group_size": size, "sym": sym, "desc_act": False}, where)
 
 
 def _reordered(values: Tensor, order: Sequence[int]) -> Tensor:

@@ -22,10 +22,11 @@ from ..errors import CheckpointError, ConfigError, ShapeError
 from ..quantizer.config import QuantizeConfig
 from ..quantizer.grid import IntegerZeroPoint
 from ..quantizer.quantized import QuantizedWeight
+from . import gptq_config
 from .bits import pack, unpack
 from .formats import Declared, Format, LayerSpec
 from .layers import BIAS, SCALES, WORDS, check_kinds, check_shapes, make_weight, refuse_act_order, stored_grid
-from .modules import check_settings, meta_of, outside_blocks, writer_of
+from .modules import meta_of, outside_blocks
 
 _BITS, _TILE, _GROUP = 4, 16, 128
 _COLUMNS, _ROWS = 128, 256  # what in_features and out_features must be multiples of
@@ -126,20 +127,12 @@ def read_config(values: Mapping[str, Any], where: str) -> Declared:
         CheckpointError: Missing keys, or values that cannot be.
     """
     bits, size = values.get("bits", _BITS), values.get("group_size")
-    check_settings({"bits": bits, "group_size": size}, where)
     if bits != _BITS or size not in (-1, _GROUP) or values.get("sym") is False or values.get("desc_act"):
         raise CheckpointError(
             f"{where}: marlin is 4 bits, symmetric, in groups of {_GROUP} or -1 and without desc_act; here bits is "
             f"{bits!r}, group_size {size!r}, sym {values.get('sym')!r}, desc_act {values.get('desc_act')!r}"
         )
-    return Declared(
-        format="marlin",
-        bits=_BITS,
-        group_size=None if size == -1 else _GROUP,
-        sym=True,
-        desc_act=False,
-        writer=writer_of(values),
-    )
+    return gptq_config.read_config({**values, "bits": bits, "sym": True}, where)
 
 
 def _code_order() -> Tensor:
