@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -39,30 +39,23 @@ class Batches:
         self.samples, self.parts, self.mine, self.size, self.device = samples, parts, mine, size, device
         self.stack, self.across = 0, False
         self.counts = torch.ones(len(samples.input_ids), dtype=torch.bool)
-        self._failed = False
 
-    def __iter__(self) -> Iterator[range]:
-        """Yield every batch; one for which `attempt` found too little memory comes again in halves."""
+    def results(self, work: Callable[[range], _Result]) -> Iterator[tuple[range, _Result]]:
+        """Yield every batch with what `work(batch)` returns; one for which memory runs out comes again in halves."""
         start = self.mine.start
         while start < self.mine.stop:
             batch = range(start, min(start + self.size, self.mine.stop))
-            self._failed = False
-            yield batch
-            if not self._failed:
+            try:
+                yield batch, work(batch)
                 start = batch.stop
-
-    def attempt(self, batch: range, work: Callable[..., _Result], *arguments: Any) -> _Result | None:
-        """Return what `work(batch, *arguments)` does, or None where memory ran out: the batch comes again in halves."""
-        try:
-            return work(batch, *arguments)
-        except RuntimeError as error:
-            if len(batch) == 1 or not out_of_memory(error):
-                raise
-            self.size, self._failed = len(batch) // 2, True
-            _LOG.warning("out of memory with %d samples; going on with %d", len(batch), self.size)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return None
+                continue
+            except RuntimeError as error:
+                if len(batch) == 1 or not out_of_memory(error):
+                    raise
+                self.size = len(batch) // 2
+                _LOG.warning("out of memory with %d samples; going on with %d", len(batch), self.size)
+            if self.device.type == "cuda":  # when the error is gone, and what it kept
+                torch.cuda.empty_cache()
 
     def tensors(self, batch: range) -> dict[str, Tensor]:
         """Return what a model is called with."""

@@ -92,11 +92,9 @@ class Streams:
         fresh = ("hidden", "float") if self.paired else ("hidden",)
         self.caches |= {each: self._cache(stack, self._job.states_file(each, layer)) for each in fresh}
         self.handed = {each: Handed(self.batches.mine, self.caches[each]) for each in fresh if stack.handed is not None}
-        for batch in self.batches:
-            call = self.batches.attempt(batch, self._call, layer)
-            if call is not None:
-                for each in fresh:
-                    self.caches[each].write(batch, call.hidden.movedim(stack.axis, 0).to(stack.dtype))
+        for batch, call in self.batches.results(partial(self._call, layer=layer)):
+            for each in fresh:
+                self.caches[each].write(batch, call.hidden.movedim(stack.axis, 0).to(stack.dtype))
 
     @property
     def states(self) -> dict[str, ActivationCache | Handed]:
@@ -157,9 +155,9 @@ class Streams:
             for subset in group.subsets:
                 leaders.setdefault(subset[0].inner, (subset[0], True))
                 into.setdefault(subset[0].inner, pools[group])
-        for batch in self.batches:
-            captured = self.batches.attempt(batch, self._capture, layer, [each for each, _ in leaders.values()], twin)
-            for name, (calls, tokens) in ({} if captured is None else captured).items():
+        capture = partial(self._capture, layer=layer, leaders=[each for each, _ in leaders.values()], twin=twin)
+        for batch, captured in self.batches.results(capture):
+            for name, (calls, tokens) in captured.items():
                 target, routed = leaders[name]
                 where = f"{target.name}, block {layer}"
                 for streams in calls:
@@ -175,11 +173,9 @@ class Streams:
         """Run all samples once, and sum up what the output layer receives."""
         statistics = InputStatistics(head.shape[1], self.batches.device, cross=self.cross)
         self.batches.stack, self.batches.across = len(self._stacks) - 1, False
-        for batch in self.batches:
-            streams = self.batches.attempt(batch, self._head_inputs)
-            if streams is not None:
-                rows = self.batches.counted(batch, streams, None, head.name, routed=False, skip=self.skip)
-                statistics.update(*rows)
+        for batch, streams in self.batches.results(self._head_inputs):
+            rows = self.batches.counted(batch, streams, None, head.name, routed=False, skip=self.skip)
+            statistics.update(*rows)
         self._add_up([statistics], head.name)
         return Measured([head], statistics)
 
@@ -190,10 +186,8 @@ class Streams:
         """
         name, stack = self._leaving(stream, layer), self._stack(layer)
         after = self.caches[stream].successor(self._job.states_file(name, layer + 1))
-        for batch in self.batches:
-            states = self.batches.attempt(batch, self._forward, layer, block, stream)
-            if states is not None:
-                after.write(batch, states.movedim(stack.axis, 0))
+        for batch, states in self.batches.results(partial(self._forward, layer=layer, block=block, stream=stream)):
+            after.write(batch, states.movedim(stack.axis, 0))
         before = self.caches.pop(stream).file
         self.caches[name] = after
         if before is not None and not resumable:
