@@ -19,24 +19,30 @@ FLOAT, CHANGED = "-:", "+:"
 # What some readers, and transformers' stacked experts, hold as one: readers that fuse look modules up by that name.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
-_BLOCK = re.compile(r"(?P<prefix>(?:.*?\.)?)(?P<number>\d+)\.(?P<inner>.+)")
+_BLOCK = re.compile(r"((?:.*?\.)?)(\d+)\.(.+)")
+
+
+def split_name(name: str) -> tuple[str, str, str]:
+    """Return what stands before a block's number in a name, the number, and the rest; outside the blocks the rest."""
+    match = _BLOCK.fullmatch(name)
+    return (match[1], match[2], match[3]) if match else ("", "", name)
 
 
 def outside_blocks(name: str) -> bool:
     """Whether a module belongs to no block, as the output layer."""
-    return _BLOCK.fullmatch(name) is None
+    return not split_name(name)[1]
 
 
 def inside_blocks(names: Iterable[str]) -> list[str]:
     """Return what modules are called within their blocks, each name once, sorted."""
-    return sorted({match["inner"] for name in names if (match := _BLOCK.fullmatch(name))})
+    return sorted({inner for _, number, inner in map(split_name, names) if number})
 
 
 def skipped_modules(layers: Iterable[str], matrices: Iterable[str]) -> list[str]:
     """Return the modules of the quantized blocks that have a 2-D weight in floating point."""
-    prefixes = {match["prefix"] for name in layers if (match := _BLOCK.fullmatch(name))}
+    prefixes = {prefix for prefix, number, _ in map(split_name, layers) if number}
     names = [name.removesuffix(".weight") for name in matrices if name.endswith(".weight")]
-    return [name for name in names if (match := _BLOCK.fullmatch(name)) and match["prefix"] in prefixes]
+    return [name for name in names if not outside_blocks(name) and split_name(name)[0] in prefixes]
 
 
 def patterns_of(sign: str, names: Iterable[str], universe: Iterable[str]) -> list[str]:
@@ -68,10 +74,8 @@ def skipped_in_dynamic(layers: Iterable[str], skipped: Sequence[str]) -> dict[st
 def _by_inner(names: Iterable[str]) -> dict[tuple[str, str], set[str]]:
     """Return the block numbers of every (prefix, inner name); {""} for a module outside the blocks."""
     found: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for name in names:
-        match = _BLOCK.fullmatch(name)
-        key = (match["prefix"], match["inner"]) if match else ("", name)
-        found[key].add(match["number"] if match else "")
+    for prefix, number, inner in map(split_name, names):
+        found[prefix, inner].add(number)
     return found
 
 

@@ -20,7 +20,7 @@ from .architecture import explain, take_generation_config, without_bars
 from .empty import check_finite, open_empty
 from .errors import CheckpointError
 from .export.files import copy_beside
-from .export.modules import FUSED
+from .export.modules import FUSED, split_name
 from .export.names import StoredNames
 from .export.scaled import FloatShards
 from .export.shards import Shards, read_json, some
@@ -173,17 +173,21 @@ class FloatModel:
 
     def _check_more_blocks(self) -> None:
         """Refuse tensors of blocks beyond those that the model has, but for what transformers leaves out on purpose."""
-        known = self._tensors.where.keys() - self.passthrough
-        patterns, counts = set(map(_pattern, known)), Counter[str]()
-        for name in known:  # of the blocks of its list
-            counts[_list(name)] = max(counts[_list(name)], _number(name) + 1)
+        known = [split_name(name) for name in self._tensors.where.keys() - self.passthrough]
+        alike, counts = {(prefix, inner) for prefix, _, inner in known}, Counter[str]()
+        for prefix, number, _ in known:  # of the blocks of a list
+            counts[prefix] = max(counts[prefix], int(number or -1) + 1)
         ignored = "|".join(self.empty.stacked._keys_to_ignore_on_load_unexpected or ())
         predicting = getattr(self.model.config.get_text_config(), "num_nextn_predict_layers", None) or 0
-        extra = [name for name in self.passthrough if _number(name) >= counts[_list(name)] + predicting]
-        extra = [name for name in extra if _pattern(name) in patterns and not (ignored and re.search(ignored, name))]
+        extra: dict[str, int] = {}
+        for name in self.passthrough:
+            prefix, number, inner = split_name(name)
+            more = int(number or -1) >= counts[prefix] + predicting and (prefix, inner) in alike
+            if more and not (ignored and re.search(ignored, name)):
+                extra[name] = counts[prefix]
         if extra:
             raise CheckpointError(
-                f"{self.path} holds {some(extra)}, but config.json describes {counts[_list(extra[0])]} blocks; "
+                f"{self.path} holds {some(extra)}, but config.json describes {next(iter(extra.values()))} blocks; "
                 "fetch config.json again"
             )
 
@@ -225,21 +229,6 @@ def _return_memory() -> None:
     """Give freed memory back to the system: glibc keeps some, which comes to more from block to block."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def _number(name: str) -> int:
-    """Return the first number among the parts of a name, -1 where there is none."""
-    return next((int(part) for part in name.split(".") if part.isdecimal()), -1)
-
-
-def _list(name: str) -> str:
-    """Return the part of a name before its first number: what the list of blocks is called."""
-    return re.split(r"\.\d+\.", name, maxsplit=1)[0]
-
-
-def _pattern(name: str) -> str:
-    """Return a name without its first number, which is that of a block."""
-    return re.sub(r"\.\d+\.", ".*.", name, count=1)
 
 
 def _digest(file: Path) -> str:
