@@ -23,13 +23,11 @@ class Batches:
     """The samples that this process works on, batch by batch; a batch is named by the range of its samples.
 
     Attributes:
-        samples: All calibration samples.
-        parts: What each stack of the model gets of them (see `halves`).
+        parts: What each stack of the model gets of the samples (see `halves`).
         stack: Number of the stack whose blocks are at work.
         across: Whether its modules receive (length, samples, ...): tokens of neighbouring samples, one after another.
-        mine: Those of this process.
+        mine: The samples of this process.
         size: Samples per batch, at most; it is halved where memory runs out.
-        device: Where the batches are wanted.
         counts: (samples,) bool, False for samples left out.
     """
 
@@ -91,16 +89,12 @@ class Batches:
     ) -> list[Tensor]:
         """Return the rows of what a module receives that count: no padding, no samples left out.
 
-        Args:
-            batch: The samples.
-            streams: What the module receives, (..., in); then perhaps the same in the float model.
-            tokens: Which of the batch's tokens each row is, where that is known and not simply all of them in order.
-            where: The module, for messages.
-            routed: Whether the rows are those of some tokens only, as experts receive them.
-            skip: Leave out samples with NaN or infinity.
+        `streams` is what it receives, (..., in), then perhaps the same in the float model. `tokens` says which of the
+        batch's tokens each row is, where that is known and not simply all of them in order; `routed`, that these are
+        some tokens only, as experts receive them. With `skip`, samples with NaN or infinity do not count any more.
 
         Raises:
-            NonFiniteError: NaN or infinity in a sample that counts, unless `skip`, which excludes it from here on.
+            NonFiniteError: NaN or infinity in a sample that counts, unless `skip`.
             ArchitectureError: Padding, and inputs whose rows are not the tokens of the batch.
         """
         flat = [stream.reshape(-1, stream.shape[-1]) for stream in streams]

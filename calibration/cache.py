@@ -21,18 +21,9 @@ _SLICE = 64 << 20
 
 
 class ActivationCache:
-    """Hidden states of a range of samples, (samples, *shape), on the device, in RAM or in a file.
+    """Hidden states of a range of samples, (samples, *shape), wanted on `device` and kept in one of `PLACES`.
 
-    Args:
-        samples: Numbers of the samples that are held here.
-        shape: Shape of one sample's states, such as (length, width).
-        dtype: Of the states.
-        device: Where the states are wanted.
-        place: One of `PLACES`.
-        file: The file, for "disk"; it is made at its full size, so that a full disk shows at once.
-
-    Raises:
-        OSError: The file cannot be made.
+    The file for "disk" is made at its full size, so that a full disk shows at once.
     """
 
     def __init__(
@@ -114,9 +105,7 @@ class ActivationCache:
 class Handed:
     """What a block hands on beside hidden states, of a range of samples: tuples and dictionaries of tensors, in RAM.
 
-    Args:
-        samples: Numbers of the samples that are held here.
-        like: The hidden states; where these are in a file, this is saved as often.
+    It is saved as often as the hidden states `like`.
     """
 
     def __init__(self, samples: range, like: ActivationCache) -> None:
@@ -132,11 +121,7 @@ class Handed:
         return tree_map(join, *(self._of[sample] for sample in samples))
 
     def write(self, samples: range, given: Any) -> None:
-        """Put what a block hands on of some samples in the place of what is there.
-
-        Raises:
-            ArchitectureError: A tensor whose first axis is not that of the samples.
-        """
+        """Take what a block hands on of some samples; ArchitectureError for a tensor whose first axis is not theirs."""
 
         def part(place: int, each: Any) -> Any:
             if not isinstance(each, Tensor):

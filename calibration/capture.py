@@ -27,9 +27,7 @@ class _Reached(Exception):  # noqa: N818 - leaves a forward pass early; no error
 class BlockCall:
     """How a model's forward pass calls one of its blocks: masks, rotary angles and whatever else it hands over.
 
-    Attributes:
-        arguments: Positional arguments, the hidden states first, if they are among them.
-        named: All others.
+    Hidden states are the first of the positional arguments, if there are any.
     """
 
     arguments: tuple[Any, ...]
@@ -47,11 +45,7 @@ class BlockCall:
         return {name: value for name, value in self.named.items() if isinstance(value, MutableMapping)}
 
     def __call__(self, block: nn.Module, hidden: Tensor) -> Any:
-        """Run `block` on other hidden states; return what it returns.
-
-        Raises:
-            ArchitectureError: It cannot be run by itself.
-        """
+        """Return what `block` makes of other hidden states; ArchitectureError where it cannot be run by itself."""
         try:
             if self.arguments:
                 return block(hidden, *self.arguments[1:], **self.named)
@@ -75,11 +69,9 @@ def block_call(
     Earlier blocks only hand on hidden states, so nothing but the embedding is computed, and no table of architectures
     is needed.
 
-    Args:
-        model: A transformers model; what stands outside its blocks must be on the device of the batch.
-        blocks: Its repeated blocks, in the order in which they run.
-        batch: input_ids and perhaps attention_mask and decoder_input_ids, (samples, length).
-        before: What the earlier blocks do, each as `hand_on` makes it; the block asked for is the next one.
+    `batch` is input_ids and perhaps attention_mask and decoder_input_ids, (samples, length), on the device of what
+    stands outside the blocks. `before` is what the earlier blocks do, each as `hand_on` makes it; the block asked for
+    is the next one.
 
     Raises:
         ArchitectureError: The model cannot be run on token ids, or does not call the block.
@@ -165,11 +157,9 @@ def trace_inputs(modules: Mapping[str, nn.Module], run: Callable[[], object]) ->
 
 @contextmanager
 def routing(experts: Mapping[str, nn.Module], impose: Routing | None = None) -> Iterator[dict[str, tuple[Any, ...]]]:
-    """Record which experts tokens go to while the context lasts, or send them where `impose` says.
+    """Record which experts tokens go to while the context lasts, or send them where another run did: `impose`.
 
-    Args:
-        experts: Modules that are called with tokens, a table of experts and their weights, by name.
-        impose: What `routing` recorded in another run, to be given to the modules instead of their routers' choice.
+    `experts` are modules that are called with tokens, a table of experts and their weights, by name.
     """
     seen: dict[str, tuple[Any, ...]] = {}
 
@@ -199,12 +189,10 @@ def routed_tokens(table: Tensor, expert: int) -> tuple[Tensor, Tensor]:
 
 
 def hand_on(returned: int, *, leaving: Tensor | None = None, beside: Forward | None = None) -> Forward:
-    """Return the forward pass of a block that only hands on hidden states.
+    """Return the forward pass of a block that only hands on hidden states: what enters it, or what is `leaving`.
 
-    Args:
-        returned: How many values it returns as a tuple, the hidden states first; 0 where it returns only these.
-        leaving: What leaves it, instead of what enters it.
-        beside: What makes the other values, which are None without it, when called like the block.
+    So many values are `returned` as a tuple, the hidden states first; for 0 only these. `beside` makes the others when
+    it is called like the block; without it they are None.
     """
 
     def forward(*arguments: Any, **named: Any) -> Any:

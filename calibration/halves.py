@@ -32,10 +32,8 @@ def parts_of(samples: Samples, model: Any) -> list[Samples]:
     """Return what each stack of `model` gets: the samples as they are, or the parts for its encoder and its decoder.
 
     A sample of n tokens is cut behind max(1, n // 2) of them, and the decoder's part begins with the token with which
-    `generate` begins. The decoder's part is then the longer one of every sample of two tokens or more.
-
-    Raises:
-        ArchitectureError: The model does not say with which token its decoder begins.
+    `generate` begins (ArchitectureError where the model does not say which). The decoder's part is then the longer one
+    of every sample of two tokens or more.
     """
     if not has_two_stacks(model):
         return [samples]

@@ -29,12 +29,9 @@ KINDS = (
 
 
 class Reader:
-    """What turns any items into documents; the first record says which column holds them.
+    """What turns any items into documents; the first record says which column holds them, unless `column` does.
 
-    Args:
-        name: Of the source, for error messages.
-        column: The column; None finds it.
-        turned: Whether torch collated the records: a list of a column's first entries, one of its second, and so on.
+    `turned` records are as torch collated them: a list of a column's first entries, one of its second, and so on.
     """
 
     def __init__(self, name: str, column: str | None, *, turned: bool = False) -> None:

@@ -58,11 +58,8 @@ def load_samples(
 
     What is longer than 4 Mi characters is encoded in pieces, cut before a space.
 
-    Args:
-        calibration: The source, and how many samples of it.
-        tokenizer: The model's tokenizer, one of transformers; None where the source is token ids.
-        sequence_length: Tokens per sample, once the model's default is known; not of ready ones.
-        vocab_size: Rows of the model's embedding, against which every id is checked; None checks for negative ids only.
+    `tokenizer`, one of transformers, may be None where the source is token ids. Every id is checked against the model's
+    `vocab_size`; None checks for negative ids only.
 
     Raises:
         CalibrationError: Too little text, or text or tokens that cannot be used.

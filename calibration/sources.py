@@ -48,14 +48,9 @@ class Documents:
 def open_source(
     source: Any, *, column: str | None, split: str | None, evaluation: bool, partial: bool = True
 ) -> Documents:
-    """Open a source of any kind that `Calibration` lists.
+    """Open a source of any kind that `Calibration` lists; `partial` where the first documents may be enough.
 
-    Args:
-        source: What was given.
-        column: That of structured sources; None finds it.
-        split: That of a data set with several; None takes "train", or for `evaluation` the test split.
-        evaluation: Whether it is to be measured on.
-        partial: Whether the first documents may be enough.
+    Without a `column`, it is found; without a `split`, "train" is taken, or for `evaluation` the test split.
 
     Raises:
         CalibrationError: The source is empty, damaged, of an unknown kind, or has no such column or split.

@@ -22,13 +22,7 @@ class InputStatistics:
     time and twice the memory, and to move the perplexity of the example model no more than another order does.
     Products of float16 or bfloat16 on a GPU are exact in float32, and run on tensor cores.
 
-    Args:
-        columns: Input features of the modules.
-        device: Where the sums live.
-        cross: Accumulate C as well.
-
-    Attributes:
-        tokens: How many were added.
+    With `cross`, C is accumulated as well. `tokens` is how many were added.
     """
 
     def __init__(self, columns: int, device: torch.device, *, cross: bool = False) -> None:

@@ -60,13 +60,8 @@ def write_card(directory: Path, source: Path) -> None:
     Front matter, settings, what stayed in floating point, perplexity, errors, and how to load it. What the report does
     not say is left out, but for "config", the settings, which must be there.
 
-    Args:
-        directory: The checkpoint.
-        source: The folder whose README.md says the license and the language: of the float model, or of the same
-            checkpoint before.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged.
+    License and language are those of the README.md in `source`: the folder of the float model, or of the same
+    checkpoint before. CheckpointError where the checkpoint is damaged.
     """
     report, summary, pipeline = read_json(directory / REPORT), inspect(directory), pipeline_tag(directory)
     model, config = report.get("model"), report["config"]

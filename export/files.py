@@ -60,13 +60,9 @@ def copy_beside(
 
     Never copied are pickles, hidden files, linked folders, and code in folders. CheckpointError as `check_file`.
 
-    Args:
-        source: The model's folder.
-        target: Where to.
-        leave: Endings of names in `source` itself that are left out.
-        folders: Copy all folders; else only those that hold a config.json, such as 1_Pooling of a sentence-embedding
-            model.
-        home: The model's folder, where `source` is one inside it.
+    In `source` itself names with the endings `leave` are left out. Without `folders`, only those are copied that hold a
+    config.json, such as 1_Pooling of a sentence-embedding model. `home` is the model's folder, where `source` is one
+    inside it.
     """
     home = home or source
     for entry in _visible(source):

@@ -29,11 +29,7 @@ _RULES = {_GPT2: "gpt-2", _WORDS % "{1,3}": "llama-bpe", _WORDS % "": "qwen2"}
 
 
 def tokenizer_metadata(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
-    """Return the metadata of a tokenizer, by key.
-
-    Args:
-        tokenizer: A fast tokenizer of transformers.
-        vocab_size: Rows of the embedding; ids without a token are filled up.
+    """Return the metadata of a tokenizer, by key; ids of the embedding without a token are filled up.
 
     Raises:
         ConversionError: A tokenizer that is not written here.

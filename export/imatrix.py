@@ -24,16 +24,9 @@ def write_imatrix(
 ) -> None:
     """Write an importance matrix as llama-imatrix does: in_sum2, (experts or 1, in), and counts, (experts or 1, 1).
 
-    Args:
-        file: To be written; it appears when it is complete.
-        sums: Of every Linear its name, the sums over tokens of x_j^2, (in,), and the number of tokens.
-        model_config: The model's config.
-        dataset: Name of the text.
-        samples: Windows of it.
-        length: Tokens of each.
-
-    Raises:
-        ArchitectureError: A Linear for which llama.cpp has no name.
+    `sums` has of every Linear its name, the sums over tokens of x_j^2, (in,), and the number of tokens; `samples` of
+    `length` tokens were read of the text called `dataset`. The file appears when it is complete. ArchitectureError for
+    a Linear for which llama.cpp has no name.
     """
     from gguf import GGUFWriter  # here, because it takes long
 

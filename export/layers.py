@@ -23,10 +23,7 @@ Kinds = Mapping[str, tuple[int, tuple[torch.dtype, ...]]]
 def stored_grid(weight: QuantizedWeight, holder: str, *, least: int = 0) -> tuple[Tensor, Tensor]:
     """Return the zero points, int16, and the float16 scales of a weight, (out, groups), where a file can hold them.
 
-    Args:
-        weight: Whatever a solver or a reader decided.
-        holder: The format, for messages.
-        least: The least zero point that it holds, of 2^bits.
+    `least` is the least of the 2^bits zero points that the format, called `holder` in messages, has.
 
     Raises:
         ShapeError: Offsets that are no whole multiples of their scales.
@@ -57,11 +54,7 @@ def refuse_act_order(spec: LayerSpec, holder: str) -> None:
 def check_kinds(name: str, tensors: Mapping[str, Tensor], kinds: Kinds, needed: Sequence[str]) -> None:
     """Raise CheckpointError where a tensor of a layer is missing, or has another dtype or number of axes than it may.
 
-    Args:
-        name: The layer, for messages.
-        tensors: Its tensors by suffix.
-        kinds: What each may be.
-        needed: Those that must be there.
+    All are told by their suffixes.
     """
     for key in needed:
         if key not in tensors:
@@ -78,14 +71,9 @@ def check_kinds(name: str, tensors: Mapping[str, Tensor], kinds: Kinds, needed: 
 def check_shapes(
     name: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], given: str, size: int | None
 ) -> None:
-    """Raise CheckpointError where a tensor of a layer has another shape than the config says.
+    """Raise CheckpointError where a tensor of a layer has another shape than the config says, if it is there at all.
 
-    Args:
-        name: The layer, for messages.
-        tensors: Its tensors by suffix.
-        shapes: What their shapes must be; tensors that are not there need none.
-        given: What that follows from, for messages.
-        size: Columns per group as declared; None for one group per row.
+    `given` is what the shapes follow from, for messages, beside the declared columns per group, None for whole rows.
     """
     for key, shape in shapes.items():
         if key in tensors and tuple(tensors[key].shape) != shape:
@@ -97,17 +85,10 @@ def check_shapes(
 
 
 def is_act_order(name: str, index: Tensor | None, columns: int, size: int, *, declared: bool) -> bool:
-    """Return whether a layer's g_idx is not simply k // size.
+    """Return whether a layer's g_idx, (columns,) int32, is not simply k // size.
 
-    Args:
-        name: Of the tensor, for messages.
-        index: (columns,) int32; None where there is none. One on the meta device is as declared.
-        columns: Columns of the layer.
-        size: Columns per group.
-        declared: The config says that groups follow an order of their own.
-
-    Raises:
-        CheckpointError: It is missing where it is needed, or names groups that do not exist.
+    One on the meta device is as the config declared. CheckpointError where it is missing though needed, or names groups
+    that do not exist; `name` is that of the tensor, for messages.
     """
     groups = -(-columns // size)
     if index is None:
@@ -129,18 +110,10 @@ def is_act_order(name: str, index: Tensor | None, columns: int, size: int, *, de
 def make_weight(
     spec: LayerSpec, codes: Tensor, scale: Tensor, zero: Tensor | None, index: Tensor | None = None, *, where: str
 ) -> QuantizedWeight:
-    """Return the weight that a layer's tensors hold, exactly.
+    """Return the weight that a layer's tensors hold, exactly; CheckpointError for scales, `where`, that are not finite.
 
-    Args:
-        spec: What is known of it.
-        codes: (out, in) uint8.
-        scale: (out, groups), float16 or bfloat16.
-        zero: (out, groups), any integer dtype; None where it is 2^(bits - 1) everywhere.
-        index: (in,) int32, the group of every column; None for k // group_size.
-        where: The tensor of the scales, for messages.
-
-    Raises:
-        CheckpointError: Scales that are not finite.
+    Codes are (out, in) uint8, scales and zero points (out, groups), the latter of any integer dtype, or None where they
+    are 2^(bits - 1) everywhere; `index`, (in,) int32, is the group of every column, None for k // group_size.
     """
     scale = scale.float().contiguous()
     if not bool(scale.isfinite().all()):

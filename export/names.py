@@ -32,11 +32,8 @@ class StoredNames:
     A tensor of the model that is made of stored ones in any other way than one by one (a query that is cut out of a
     fused matrix, an expert that the files keep stacked, too) keeps the model's name, which transformers reads as well.
 
-    Args:
-        model: The model as transformers builds it; its weights may be on the meta device.
-        working: Names of all tensors in the model that works, whose experts are apart, such as
-            "model.layers.0.mlp.experts.3.up_proj.weight".
-        stored: The names in the files.
+    The model is one as transformers builds it, also on the meta device. In the one that works, whose tensors are called
+    `working`, experts are apart, such as "model.layers.0.mlp.experts.3.up_proj.weight".
     """
 
     def __init__(self, model: PreTrainedModel, working: Collection[str], stored: Iterable[str]) -> None:

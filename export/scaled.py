@@ -50,16 +50,8 @@ class FloatShards(Shards):
     byte, in blocks of 32 that share a power of two in `name_scales`; rows and columns are swapped. Scales of
     activations are left out.
 
-    Attributes:
-        scaled: The tensors with scales, and what the files call them and their scales.
-
-    Args:
-        stored: The tensors as they are in the files.
-        dtype: Of what is multiplied out.
-        tile: Rows and columns per scale, where the config says so; else they divide the tensor evenly.
-
-    Raises:
-        CheckpointError: FP8 or MXFP4 without scales.
+    `tile` is rows and columns per scale, where the config says so; else scales divide a tensor evenly. `scaled` tells
+    of the tensors with scales what the files call them and their scales. CheckpointError for FP8 or MXFP4 without any.
     """
 
     def __init__(self, stored: Shards, dtype: torch.dtype, tile: Any = None) -> None:

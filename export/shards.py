@@ -96,10 +96,8 @@ class Shards:
     def of_folder(cls, path: Path, base_name: object = None, remote: Remote | None = None) -> Shards:
         """Return all tensors of the checkpoint in the directory `path`.
 
-        Args:
-            path: The directory.
-            base_name: AutoGPTQ's name of the weight file without its suffix, from its quantize_config.json.
-            remote: Where on the Hub the files are that are missing there: their tensors are on the meta device.
+        `base_name` is AutoGPTQ's name of the weight file without its suffix, from its quantize_config.json. Of files
+        that are only on the Hub, at `remote`, the tensors are on the meta device.
 
         Raises:
             CheckpointError: No safetensors files, several without an index, an index that points elsewhere or to what
@@ -158,13 +156,7 @@ class Shards:
 def write_files(stem: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes: int = MAX_SHARD_BYTES) -> list[Path]:
     """Write tensors, in order, into as many files STEM.N.safetensors as `max_bytes` makes necessary, synced.
 
-    Args:
-        stem: Path and beginning of the names.
-        tensors: By name, each made when its turn comes.
-        max_bytes: Start a new file before one grows beyond this; a larger tensor gets a file of its own.
-
-    Raises:
-        OSError: The disk refused.
+    Each is made when its turn comes; one that is larger gets a file of its own.
     """
     files: list[Path] = []
     batch: dict[str, Tensor] = {}
@@ -182,10 +174,7 @@ def write_files(stem: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes: in
 def join_files(files: Sequence[Path], directory: Path, max_bytes: int = MAX_SHARD_BYTES) -> None:
     """Make the shards of a checkpoint of `files`, with an index where there are several: links, and small ones joined.
 
-    Args:
-        files: In the order wanted; they stay as they are.
-        directory: Where the shards are to be; on the same file system, so that nothing is copied.
-        max_bytes: Join no more than this.
+    The files stay as they are; they are on the file system of `directory`, so that nothing is copied.
 
     Raises:
         CheckpointError: A file is damaged, tensors of one name stand in two, or a shard reads back differently.

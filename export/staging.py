@@ -23,12 +23,7 @@ from .scaled import says_quantized
 def staged(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Give a new directory to fill; it becomes `target` when the block ends, and vanishes when the block raises.
 
-    Args:
-        target: The directory to make; missing parents are made too.
-        overwrite: Replace a quantized model that is there already, after the new one is complete.
-
-    Raises:
-        OutputExistsError, OSError: As `check_target`, or the disk refused; nothing is left behind.
+    With `overwrite`, a quantized model that is there already is replaced then. Errors are those of `check_target`.
     """
     remove_leftovers(target)
     check_target(target, overwrite=overwrite)
@@ -54,8 +49,7 @@ def scratch(target: Path) -> Iterator[Path]:
 def replace_directory(directory: Path, target: Path, *, overwrite: bool = False) -> None:
     """Sync `directory` and let it appear as `target`, in the place of a quantized model where that is wanted.
 
-    Raises:
-        OutputExistsError, OSError: As `check_target`, or the disk refused; the target is as it was.
+    The target stays as it was on any error, such as those of `check_target`.
     """
     sync_files(directory)
     check_target(target, overwrite=overwrite)

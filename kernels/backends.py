@@ -19,10 +19,6 @@ The torch backend serves every layer on every device.
 
 
 def check_backend(requested: str) -> None:
-    """Refuse a name that stands for no backend, before any work starts.
-
-    Raises:
-        BackendError: `requested` is neither "auto" nor one of `BACKENDS`.
-    """
+    """Raise BackendError, before any work starts, for a name that is neither "auto" nor one of `BACKENDS`."""
     if requested != "auto" and requested not in BACKENDS:
         raise BackendError(f"backend is {requested!r}; choose one of auto, {', '.join(BACKENDS)}")

@@ -176,14 +176,10 @@ def find_backend(name: str) -> type[QuantLinear]:
 def make_linear(
     weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, *, name: str, backend: str = "auto"
 ) -> QuantLinear:
-    """Return the layer that runs `weight` where its tensors are.
+    """Return the layer that runs `weight` where its tensors are, on activations of `dtype`.
 
-    Args:
-        weight: The weight, on the device that the layer is to run on.
-        bias: (out,) in any float dtype, or None.
-        dtype: Of the activations.
-        name: The module's, for messages.
-        backend: One of `BACKENDS`; "auto" takes the first one made for the device that can serve the layer.
+    With "auto" that is the first of `BACKENDS` which is made for the device and can serve the layer; `name` is the
+    module's, for messages.
 
     Raises:
         BackendError: No such backend, or it cannot serve the layer.

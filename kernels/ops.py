@@ -61,16 +61,8 @@ FAKES: dict[str, Callable[..., Tensor]] = {
 class Layer:
     """A packed layer: tensors and sizes that were checked, so that the kernels may trust them, and their pointers.
 
-    Args:
-        weight: And `scale`, `zero`: what `csrc/api.h` calls the packed form.
-        bias: (out,) in `dtype`, or None.
-        sizes: Bits, group size, outputs.
-        in_features: Of the activations.
-        dtype: Of the activations.
-        launcher: Of the device that all of it is on.
-
-    Raises:
-        ShapeError: The tensors have not the forms that the sizes ask for.
+    `weight`, `scale` and `zero` are what `csrc/api.h` calls the packed form, `sizes` bits, group size and outputs, and
+    `dtype` is that of the activations. ShapeError for tensors that have not the forms that the sizes ask for.
     """
 
     __slots__ = ("address", "dtype", "launcher", "padded", "plans", "record", "shape", "tensors")

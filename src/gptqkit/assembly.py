@@ -41,12 +41,8 @@ def write_part(
 ) -> Checkpoint:
     """Write a block, packed, with all its other tensors; return what is read back, the same to the bit.
 
-    Args:
-        stem: Path and beginning of the names of its files.
-        model: The float model, with the block in memory.
-        layer: Number of the block; None for the output layer, whose other tensors are left to `assemble`.
-        solved: What was solved, by name in the model.
-        config: The settings.
+    It is in memory; None is the output layer, whose other tensors are left to `assemble`. `stem` begins the names of
+    the files, `solved` is by name in the model.
 
     Raises:
         ConversionError, ShapeError: A weight that the format cannot hold.

@@ -33,10 +33,8 @@ _ONE_AT_A_TIME = threading.RLock()  # what is switched off meanwhile is so for a
 def confined(path_or_id: str | Path, tensors: Shards | None = None, *, trusted: bool = False) -> Iterator[None]:
     """Open a local folder without the network, its files checked, and models no larger than its tensors can fill.
 
-    Args:
-        path_or_id: The folder, or a GGUF file; for the id of a model on the Hub nothing is limited.
-        tensors: Those of the folder, where they are open already.
-        trusted: Its code is run, so that it may use the network as well.
+    Of a folder whose code is `trusted` to run, the network is not limited, of a model on the Hub nothing is. `tensors`
+    are those of the folder, where they are open already.
 
     Raises:
         CheckpointError: As `check_folder`, or config.json describes another model than the one in the files.

@@ -189,14 +189,7 @@ def _add_command(parsers: Any, work: Callable[[argparse.Namespace], None]) -> Pa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
-
-    Args:
-        argv: The arguments after the program's name; those of the process by default.
-
-    Raises:
-        SystemExit: 2 for usage errors, 0 after --help and --version.
-    """
+    """Run one command and return its exit code; SystemExit with 2 for usage errors, 0 after --help and --version."""
     arguments = parser().parse_args(argv)
     _log_to_stderr(arguments.verbose)
     try:

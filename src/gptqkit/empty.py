@@ -64,14 +64,10 @@ class EmptyModel:
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Put stored tensors into their places in the model that works.
+        """Put the `chosen` of stored tensors into their places in the model that works.
 
-        Args:
-            tensors: Where they are.
-            names: What they are called.
-            chosen: Those wanted; all that belong to one parameter, or to the experts of one module, come together.
-            device: Where they are wanted.
-            dtype: Of floating-point parameters; None for that of the empty model. Buffers keep theirs.
+        All that belong to one parameter, or to the experts of one module, come together. `dtype` is that of
+        floating-point parameters, by default of the empty model; buffers keep theirs.
 
         Raises:
             CheckpointError: They do not fit the model.

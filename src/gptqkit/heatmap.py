@@ -42,13 +42,7 @@ class Module(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """The modules of one kind in one block.
-
-    Attributes:
-        error: Their mean error.
-        rounding_error: That of plain rounding.
-        modules: How many they are: more than one where there are experts.
-    """
+    """The mean errors of the modules of one kind in one block, which are several where there are experts."""
 
     error: float
     rounding_error: float

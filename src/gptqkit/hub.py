@@ -26,14 +26,10 @@ def fetch(
     tokenizer: bool = False,
     gguf: bool = False,
 ) -> Path:
-    """Return the folder of a model; what is on the Hub is brought into the Hub's cache.
+    """Return the folder of a model; what is on the Hub is brought into the Hub's cache, perhaps but for its `weights`.
 
-    Args:
-        path_or_id: A folder, or the id of a model on the Hub. What can only be a folder is never asked of the Hub.
-        revision: Branch, tag or commit of a model on the Hub.
-        weights: Whether its weights are needed.
-        tokenizer: Whether only the tokenizer is wanted, beside whatever it may be.
-        gguf: Whether a GGUF file, which is returned then, or a folder with one will do.
+    What can only be a folder is never asked of the Hub. With `gguf` a GGUF file, which is returned then, or a folder
+    with one will do; where only the `tokenizer` is wanted, whatever is beside it.
 
     Raises:
         DatasetUnavailableError: There is no such folder, and the Hub has no such model or cannot be reached.
@@ -151,12 +147,7 @@ def push(folder: Path, repository: str, *, private: bool) -> str:
     """Upload a checkpoint to the Hub, into a repository that is made where it is not there; return its address.
 
     Hidden files and pickles stay here. Weights that an earlier upload left there, and that are not in `folder`, are
-    deleted in the same commit.
-
-    Args:
-        folder: The checkpoint.
-        repository: Its name, with that of the user or organization.
-        private: Make a new repository private; else the Hub's default for its owner counts.
+    deleted in the same commit. A new repository is made `private`, or as the Hub's default for its owner is.
 
     Raises:
         CheckpointError: A link in `folder` leaves it.

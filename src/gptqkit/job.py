@@ -62,12 +62,7 @@ _OWN = re.compile(  # the files of a job
 
 
 class Scratch:
-    """A folder in which this process keeps hidden states; nothing is resumed from it.
-
-    Attributes:
-        folder: The folder.
-        states: Which of them are whole, and where they were saved: None.
-    """
+    """A folder in which this process keeps hidden states; nothing is resumed from it, so none are known as `states`."""
 
     states: dict[str, Any] | None = None
 
@@ -93,7 +88,6 @@ class Job(Scratch):
     Rank 0 writes it all, but for hidden states, of which every process writes its own.
 
     Attributes:
-        folder: The work directory.
         records: Those of the finished blocks, in order.
         states: What states.json says; None before the first save.
 

@@ -94,11 +94,7 @@ def load(
 
 
 def ready(empty: EmptyModel, checkpoint: Checkpoint, device: torch.device) -> Any:
-    """Return the model that works, once all of a checkpoint was put into it, and log which backend runs it.
-
-    Raises:
-        CheckpointError: Weights are missing.
-    """
+    """Return the model that works, once all of a checkpoint was put into it, and log which backend runs it."""
     model: Any = empty.model
     empty.make([name for name, parameter in model.named_parameters() if parameter.is_meta], device)
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]

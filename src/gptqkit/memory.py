@@ -164,16 +164,10 @@ def estimate(
     folder: Path,
     processes: int = 1,
 ) -> MemoryEstimate:
-    """Return what a job needs, by the formulas above.
+    """Return what a job needs, by the formulas above, whose checkpoint goes to `folder`.
 
-    Args:
-        empty: The model without weights, in the dtype of its files.
-        config: The settings.
-        shape: Calibration samples, and tokens of each; None for none.
-        run: Of it the batch size and the place of hidden states.
-        device: Where blocks run.
-        folder: Where the checkpoint is to be written.
-        processes: How many share the samples, and on this machine the RAM.
+    `shape` is the number of calibration samples, and of tokens of each; None where there are none. So many `processes`
+    share the samples, and on this machine the RAM.
     """
     model, stored, on_cpu = empty.model, empty.model.dtype, device.type == "cpu"
     named = {path: block for stack in find_blocks(model) for path, block in stack.items()}
@@ -229,12 +223,9 @@ def estimate(
 
 
 def checkpoint_bytes(model: PreTrainedModel, targets: Iterable[Target], config: QuantizeConfig) -> tuple[int, int]:
-    """Return the bytes of a checkpoint's quantized layers, and those of all its other tensors.
+    """Return the bytes of a checkpoint's quantized layers, all `targets`, and those of all its other tensors.
 
-    Args:
-        model: The model without weights, experts split, in the dtype of its files.
-        targets: All that is quantized.
-        config: The settings.
+    The model's experts are split, and it is in the dtype of its files.
     """
     layout, tied = find_format(config.format), is_tied(model)
     packed = {f"{target.name}.weight": _packed_bytes(target) for target in targets}

@@ -29,12 +29,9 @@ from .targets import find_blocks, is_tied, output_layer
 
 
 class FloatModel:
-    """A folder of safetensors as the source of a quantization. Only the tensors of the part at hand are in memory.
+    """A folder of safetensors, or a model of the Hub that is fetched into its cache, as the source of a quantization.
 
-    Args:
-        path_or_id: A directory, or the id of a model on the Hub, whose files are then fetched into the Hub's cache.
-        trust_remote_code: Run code that the model brings along.
-        revision: Branch, tag or commit of a model on the Hub.
+    Only the tensors of the part at hand are in memory.
 
     Attributes:
         path: The directory.

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 class _Kept:
     """The quantization config of a checkpoint, kept as it is; transformers' own leave out what they do not know.
 
-    Attributes:
-        backend: "auto" or one of `BACKENDS`; a caller's `quantization_config=GPTQConfig(bits, backend=...)` sets it.
+    A caller's `quantization_config=GPTQConfig(bits, backend=...)` sets the backend.
     """
 
     def __init__(self, **values: Any) -> None:

@@ -35,11 +35,8 @@ class Saver:
     """The `save_pretrained` of one loaded model: writes its checkpoint again.
 
     Backends keep weights in forms of their own, so the codes come from the files that the model was loaded from. The
-    two are compared first, tensor by tensor: what is written is what is in memory, or nothing is.
-
-    Args:
-        model: The model. It is not kept alive; a copy of it gets a `Saver` of its own.
-        path: The directory that it was loaded from.
+    two are compared first, tensor by tensor: what is written is what is in memory, or nothing is. The model is not kept
+    alive; a copy of it gets a `Saver` of its own.
     """
 
     def __init__(self, model: Any, path: Path) -> None:

@@ -58,14 +58,8 @@ def with_chosen_bits(
     error in this part does to the output of its block, measured for one candidate; outputs count relative to their own
     size, and losses of blocks add up.
 
-    Args:
-        source: The float model.
-        samples: Calibration samples; they go through the float model.
-        config: The settings, `target_bits` or `target_size` among them.
-        processes: Those that share the samples.
-        run: Batch size, and where hidden states are kept.
-        progress: Called once per block.
-        out: The checkpoint to be, beside which hidden states may be kept for now.
+    The samples go through the float model; hidden states may be kept beside `out` for now. `progress` is called once
+    per block.
 
     Raises:
         ConfigError: A format with one setting for all modules, a target that cannot be reached, or, with `strict`,

@@ -54,17 +54,9 @@ class Stack:
 def probe_stack(
     model: FloatModel, blocks: range, batches: Batches, before: Sequence[Forward], dtype: torch.dtype
 ) -> Stack:
-    """Run the first of the blocks of a stack on one sample.
+    """Run the first of the blocks of a stack on one sample; ArchitectureError where it cannot be run by itself.
 
-    Args:
-        model: The model; what stands outside its blocks is there.
-        blocks: Numbers of the blocks of the stack.
-        batches: The samples.
-        before: What the blocks of earlier stacks are to do.
-        dtype: Of the blocks.
-
-    Raises:
-        ArchitectureError: Blocks that cannot be run one by one.
+    What stands outside the blocks is there. `before` is what the blocks of earlier stacks are to do.
     """
     block, tensors = model.blocks[blocks.start], batches.tensors(range(1))
     called = partial(block_call, model.model, model.blocks, tensors)

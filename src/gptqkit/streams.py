@@ -134,13 +134,10 @@ class Streams:
         pools: dict[Group, InputStatistics],
         twin: nn.Module | None,
     ) -> list[Measured]:
-        """Run all samples once, and sum up what the subsets of a portion receive.
+        """Run all samples once, and sum up what the subsets of a portion receive, each with its group.
 
-        Args:
-            layer: Number of the block.
-            portion: The subsets, each with its group.
-            pools: What all experts of a group receive, by group; the first portion of a group adds its own.
-            twin: The block with its float weights, where statistics are to pair both models.
+        `pools` are what all experts of a group receive; the first portion of a group adds its own. `twin` is the block
+        with its float weights, where statistics are to pair both models.
         """
         into: dict[str, InputStatistics] = {}  # by the name of the first of a subset
         leaders: dict[str, tuple[Target, bool]] = {}

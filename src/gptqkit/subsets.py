@@ -31,11 +31,8 @@ def group_subsets(targets: Sequence[Target], found: Iterable[tuple[Sequence[str]
     """Return the targets of a block in the order of their first calls: the same matrix of all experts is one group.
 
     Experts are told by their names, which are equal up to a number inside. One that was not called stands beside those
-    that were; others that were not called are left out.
-
-    Args:
-        targets: Those of the block, in the order wanted inside a group.
-        found: The names that share an input, in the order of the calls, and whether that held some tokens only.
+    that were; others that were not called are left out. The order of `targets` is that inside a group; `found` are the
+    names that share an input, in the order of the calls, and whether that held some tokens only.
     """
     by_name = {target.inner: target for target in targets}
     place = {name: position for position, name in enumerate(by_name)}

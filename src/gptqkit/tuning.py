@@ -71,15 +71,7 @@ def tune(
     Both models are in memory as a whole, with the activations of a step for backpropagation: where these do not fit,
     of a sample, or at last of one block, at the price of another forward pass. Every process goes through its own
     samples; gradients are added up, as DistributedDataParallel does but for its mean, which Adam does not see.
-
-    Args:
-        directory: The checkpoint, which all processes see.
-        source: The float model.
-        batches: The calibration samples.
-        processes: Those that share them.
-        epochs: How often the samples are gone through.
-        dtype: Of activations.
-        progress: Called once per step.
+    `progress` is called once per step.
 
     Raises:
         CheckpointError: What was written computes something else.

@@ -31,14 +31,8 @@ def check_block(
 ) -> None:
     """Build block `layer` from its files, as `load` would, and compare what it computes with what the block computes.
 
-    Args:
-        model: The float model, whose block has the solutions in place.
-        layer: Number of the block.
-        part: What was written of it.
-        names: Its quantized Linears, by their names in the block.
-        run: Runs a block on some tokens; returns what leaves it.
-        device: Where blocks run.
-        dtype: Of their activations.
+    The block of `model` has the solutions in place, and `part` is what was written of it. `names` are its quantized
+    Linears, by their names in the block; `run` gives what leaves a block of some tokens.
 
     Raises:
         CheckpointError: The block cannot run, or computes something else; the first Linear that differs is named.
