@@ -20,7 +20,7 @@ from ..errors import CheckpointError, ConfigError, ShapeError
 from ..quantizer.config import QuantizeConfig
 from ..quantizer.grid import IntegerZeroPoint
 from ..quantizer.quantized import QuantizedWeight
-from . import gptq_config
+from . import gptq
 from .bits import pack, unpack
 from .formats import Declared, Format, LayerSpec
 from .layers import BIAS, SCALES, WORDS, check_kinds, check_shapes, make_weight, refuse_act_order, stored_grid
@@ -138,7 +138,7 @@ def read_config(values: Mapping[str, Any], where: str) -> Declared:
         raise CheckpointError(f"{where}: group_size is missing; add it, it cannot be guessed safely")
     list_of_names(values.get("modules_to_not_convert"), f"{where}: modules_to_not_convert")
     sym = values.get("sym", not values.get("zero_point", True))
-    return gptq_config.read_config({**values, "bits": bits, "group_size": size, "sym": sym, "desc_act": False}, where)
+    return gptq.read_config({**values, "bits": bits, "group_size": size, "sym": sym, "desc_act": False}, where)
 
 
 def _reordered(values: Tensor, order: Sequence[int]) -> Tensor:

@@ -22,7 +22,7 @@ from ..errors import CheckpointError, ConfigError, ShapeError
 from ..quantizer.config import QuantizeConfig
 from ..quantizer.grid import IntegerZeroPoint
 from ..quantizer.quantized import QuantizedWeight
-from . import gptq_config
+from . import gptq
 from .bits import pack, unpack
 from .formats import Declared, Format, LayerSpec
 from .layers import BIAS, SCALES, WORDS, check_kinds, check_shapes, make_weight, refuse_act_order, stored_grid
@@ -132,7 +132,7 @@ def read_config(values: Mapping[str, Any], where: str) -> Declared:
             f"{where}: marlin is 4 bits, symmetric, in groups of {_GROUP} or -1 and without desc_act; here bits is "
             f"{bits!r}, group_size {size!r}, sym {values.get('sym')!r}, desc_act {values.get('desc_act')!r}"
         )
-    return gptq_config.read_config({**values, "bits": bits, "sym": True}, where)
+    return gptq.read_config({**values, "bits": bits, "sym": True}, where)
 
 
 def _code_order() -> Tensor:

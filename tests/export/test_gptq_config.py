@@ -6,7 +6,7 @@ import pytest
 
 from gptqkit.errors import CheckpointError
 from gptqkit.export.formats import LayerSpec, declared_format
-from gptqkit.export.gptq_config import read_config, write_config
+from gptqkit.export.gptq import read_config, write_config
 from gptqkit.quantizer.config import ModuleOverride, QuantizeConfig
 from support.weights import random_weight
 
