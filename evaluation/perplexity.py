@@ -1,4 +1,4 @@
-"""Perplexity: windows of tokens, and which of them are predicted.
+"""All measurements of a language model on a text, in one pass: perplexity, and how far it lies from a reference model.
 
 Without a stride, windows do not overlap, a rest that fills no window is left out, and the first token of each window is
 not predicted, as in the papers. With a stride, windows start every `stride` tokens and a token is predicted
@@ -10,16 +10,119 @@ Perplexity is exp(sum of losses / number of predicted tokens), with a float32 lo
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
-from ..errors import CalibrationError, ConfigError
+from ..calibration.halves import model_inputs, parts_of
+from ..calibration.samples import Samples
+from ..errors import CalibrationError, ConfigError, NonFiniteError, ShapeError
+from ..progress import Progress, ProgressCallback, silent
 
 _Item = TypeVar("_Item")
+
+CHUNK = 1024
+"""Positions whose logits are held in float32 at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What was measured.
+
+    Attributes:
+        perplexity: exp(sum of losses / tokens).
+        tokens: Predicted tokens.
+        windows: Windows that went through the model.
+        sequence_length: Tokens per window.
+        stride: Tokens between the starts of windows; None for windows without overlap.
+        seconds: Time of all forward passes and sums, the reference's included.
+        reference_perplexity: The reference's, where there is one.
+        kl_divergence: Mean over predicted tokens of KL(reference || model), nats.
+        top1_agreement: Share of predicted tokens where both find the same token likeliest.
+        backend: What the quantized layers ran on; None for a float model.
+    """
+
+    perplexity: float
+    tokens: int
+    windows: int
+    sequence_length: int
+    stride: int | None
+    seconds: float
+    reference_perplexity: float | None = None
+    kl_divergence: float | None = None
+    top1_agreement: float | None = None
+    backend: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return dataclasses.asdict(self)
+
+
+@torch.inference_mode()
+def score(
+    model: Any,
+    tokens: Tensor,
+    *,
+    reference: Any | None = None,
+    sequence_length: int,
+    stride: int | None = None,
+    batch_size: int = 8,
+    max_windows: int | None = None,
+    progress: ProgressCallback = silent,
+) -> Scores:
+    """Measure the perplexity of `model` on `tokens`, (tokens,) int64, and with a `reference` its divergence from it.
+
+    Both are language models of transformers in evaluation mode, and run where they are, on the windows of
+    `cut_windows`, `batch_size` at a time. `progress` counts windows.
+
+    Raises:
+        CalibrationError, ConfigError: As `cut_windows`.
+        NonFiniteError: The losses are not finite.
+        ShapeError: `reference` has another vocabulary.
+    """
+    start = time.perf_counter()
+    windows = cut_windows(tokens, sequence_length, stride=stride, max_windows=max_windows)
+    sums = torch.zeros(4, dtype=torch.float64)
+    predicted = done = 0
+    for batch in in_batches(windows, lambda window: (len(window.input_ids), window.predicted), batch_size):
+        ids = torch.stack([window.input_ids for window in batch])
+        count = min(batch[0].predicted, parts_of(Samples(ids), model)[-1].input_ids.shape[1] - 1)
+        logits = _predict(model, ids, count)
+        expected = None if reference is None else _predict(reference, ids, count)
+        for row, window in enumerate(batch):
+            other = None if expected is None else expected[row].to(logits.device)
+            found = _measure(logits[row], other, window.input_ids[-count:].to(logits.device))
+            for whose, loss in zip(("model", "reference"), found.tolist(), strict=False):
+                if not math.isfinite(loss):
+                    raise NonFiniteError(
+                        f"the {whose}'s loss in window {done + row} is {loss}; its activations left the range of its "
+                        "dtype: evaluate in float32 or bfloat16"
+                    )
+            sums += found
+        predicted += count * len(batch)
+        done += len(batch)
+        progress(Progress(stage="evaluate", done=done, total=len(windows)))
+    loss, reference_loss, divergence, agreed = (sums / predicted).tolist()
+    compared = reference is not None
+    return Scores(
+        perplexity=math.exp(loss),
+        tokens=predicted,
+        windows=len(windows),
+        sequence_length=sequence_length,
+        stride=stride,
+        seconds=time.perf_counter() - start,
+        reference_perplexity=math.exp(reference_loss) if compared else None,
+        kl_divergence=divergence if compared else None,
+        top1_agreement=agreed if compared else None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,3 +187,31 @@ def in_batches(items: Iterable[_Item], kind: Callable[[_Item], Any], size: int) 
     for _, group in groupby(items, kind):
         alike = list(group)
         yield from (alike[first : first + size] for first in range(0, len(alike), size))
+
+
+def _predict(model: Any, ids: Tensor, count: int) -> Tensor:
+    """Return the logits for the last `count` tokens of every row, (rows, count, vocabulary)."""
+    inputs = model_inputs(parts_of(Samples(ids), model), slice(None), model.device)
+    logits: Tensor = model(**inputs, use_cache=False).logits
+    return logits[:, -count - 1 : -1]
+
+
+def _measure(logits: Tensor, reference: Tensor | None, targets: Tensor) -> Tensor:
+    """Return sums over positions, (4,) float64: the loss; the reference's, KL(reference || model) and agreement."""
+    if reference is not None and reference.shape != logits.shape:
+        raise ShapeError(
+            f"the reference's logits are {tuple(reference.shape)}, the model's {tuple(logits.shape)}; compare models "
+            "that share a vocabulary"
+        )
+    sums = torch.zeros(4, dtype=torch.float64)
+    for start in range(0, len(targets), CHUNK):
+        part = slice(start, start + CHUNK)
+        q = logits[part].float().log_softmax(-1)
+        losses = [functional.nll_loss(q, targets[part], reduction="none")]
+        if reference is not None:
+            p = reference[part].float().log_softmax(-1)
+            losses.append(functional.nll_loss(p, targets[part], reduction="none"))
+            losses.append(functional.kl_div(q, p, reduction="none", log_target=True).sum(-1))
+            losses.append(reference[part].argmax(-1) == logits[part].argmax(-1))
+        sums[: len(losses)] += torch.stack([each.double().sum() for each in losses]).cpu()
+    return sums

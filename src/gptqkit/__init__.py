@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from .errors import SingularHessianError as SingularHessianError
     from .errors import UploadError as UploadError
     from .evaluating import evaluate as evaluate
-    from .evaluation.compare import Scores as Scores
     from .evaluation.config import Evaluation as Evaluation
     from .evaluation.embeddings import EmbeddingScores as EmbeddingScores
+    from .evaluation.perplexity import Scores as Scores
     from .export.checkpoint import Checkpoint as Checkpoint
     from .export.checkpoint import open_checkpoint as open_checkpoint
     from .export.convert import convert as convert
@@ -78,9 +78,9 @@ _HOMES = {
     "DatasetUnavailableError DoesNotFitError GptqkitError NonFiniteError OutputExistsError RankError ResumeError "
     "ShapeError SingularHessianError UploadError",
     "evaluating": "evaluate",
-    "evaluation.compare": "Scores",
     "evaluation.config": "Evaluation",
     "evaluation.embeddings": "EmbeddingScores",
+    "evaluation.perplexity": "Scores",
     "export.checkpoint": "Checkpoint open_checkpoint",
     "export.convert": "convert",
     "export.difference": "LayerDifference diff",

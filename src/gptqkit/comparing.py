@@ -12,9 +12,9 @@ from typing import Any
 from .architecture import read_config
 from .errors import ConfigError
 from .evaluating import evaluate
-from .evaluation.compare import Scores
 from .evaluation.config import Evaluation
 from .evaluation.embeddings import EmbeddingScores
+from .evaluation.perplexity import Scores
 from .export.inspect import inspect
 from .export.readers import text_settings
 from .export.shards import read_json

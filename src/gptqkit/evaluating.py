@@ -13,9 +13,9 @@ from torch import nn
 from .calibration.halves import has_two_stacks
 from .calibration.samples import load_documents, load_text
 from .errors import CheckpointError, ConfigError
-from .evaluation.compare import Scores, score
 from .evaluation.config import Evaluation
 from .evaluation.embeddings import EmbeddingScores, Pooling, compare_embeddings
+from .evaluation.perplexity import Scores, score
 from .export.shards import read_json
 from .hub import fetch
 from .loading import is_quantized, load, load_float, open_tokenizer

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gptqkit.errors import NonFiniteError, ShapeError
-from gptqkit.evaluation.compare import CHUNK, score
+from gptqkit.evaluation.perplexity import CHUNK, score
 
 TOKENS = torch.randint(0, 30, (75,), generator=torch.Generator().manual_seed(2))
 SIZE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
