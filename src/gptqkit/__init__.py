@@ -14,7 +14,6 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .api import QuantizeResult as QuantizeResult
-    from .api import imatrix as imatrix
     from .api import quantize as quantize
     from .calibration.config import Calibration as Calibration
     from .comparing import Comparison as Comparison
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from .export.doctor import doctor as doctor
     from .export.inspect import CheckpointSummary as CheckpointSummary
     from .export.inspect import inspect as inspect
+    from .importance import imatrix as imatrix
     from .loading import load as load
     from .memory import MemoryEstimate as MemoryEstimate
     from .memory import plan as plan
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from .run import Run as Run
 
 _HOMES = {
-    "api": "QuantizeResult imatrix quantize",
+    "api": "QuantizeResult quantize",
     "calibration.config": "Calibration",
     "comparing": "Comparison compare comparison_svg",
     "display": "ProgressDisplay",
@@ -86,6 +86,7 @@ _HOMES = {
     "export.difference": "LayerDifference diff",
     "export.doctor": "Damage Diagnosis doctor",
     "export.inspect": "CheckpointSummary inspect",
+    "importance": "imatrix",
     "loading": "load",
     "memory": "MemoryEstimate plan",
     "page": "report_html report_png",

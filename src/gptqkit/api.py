@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,12 +30,10 @@ from .export.card import HEAT_MAP, write_card
 from .export.checkpoint import REPORT, public_name, write_report
 from .export.convert import check_apart
 from .export.formats import find_format
-from .export.imatrix import write_imatrix
 from .export.shards import read_json, some
 from .export.staging import check_target
 from .hub import push
 from .identity import check_agreement, differences, identity_of
-from .importance import squared_inputs
 from .job import Job, remove_ended, work_path
 from .loading import choose_device, load_tokenizer, open_tokenizer
 from .memory import estimate
@@ -119,7 +116,7 @@ def quantize(
     calibration = _calibration(calibration, config)
     if not isinstance(model, (str, Path, PreTrainedModel)):
         raise ArchitectureError(f"model is a {type(model).__name__}; give a folder, an id, or a PreTrainedModel")
-    with join(choose_device(run.device)) as processes, _on_disk(model) as (path, name):
+    with join(choose_device(run.device)) as processes, on_disk(model) as (path, name):
         with processes.together():
             source = FloatModel(path, trust_remote_code=run.trust_remote_code, revision=run.revision)
             seed = 0 if calibration is None else calibration.seed
@@ -135,7 +132,7 @@ def quantize(
                 tokenizer = load_tokenizer(source.path, trust_remote_code=run.trust_remote_code)
             tokenizer = open_tokenizer(tokenizer, trust_remote_code=run.trust_remote_code)
             find_format(config.format).accept(source.model.config.to_dict(), tokenizer, source.tensor_names)
-            samples = None if calibration is None else _samples(source, calibration, tokenizer)
+            samples = None if calibration is None else drawn_samples(source, calibration, tokenizer)
             length = default_length(source.model) if samples is None else samples.input_ids.shape[1]
             text = None if evaluate_on is None else _text(source, evaluate_on, tokenizer, length)
             _check_predicts(source, config)
@@ -147,10 +144,10 @@ def quantize(
             if config.chooses_bits and samples is not None and (before := job.chosen()):
                 config = before
             elif config.chooses_bits and samples is not None:
-                with _explained_memory():
+                with explained_memory():
                     config = job.choose(with_chosen_bits(source, samples, config, processes, run, progress, out))
             pipeline = Pipeline(source, samples, config, job, processes, run=run, progress=progress)
-            with _explained_memory():
+            with explained_memory():
                 pipeline.run()
             report = pipeline.report(name, seed)
             staged, report = _completed(job, pipeline, tokenizer, run, report)
@@ -200,58 +197,13 @@ def _completed(
             assemble(job.folder, job.records, pipeline.model, pipeline.config, tokenizer, run.shard_size)
     staged = job.folder / "checkpoint"
     if pipeline.config.tune_epochs:
-        with _explained_memory():
+        with explained_memory():
             report = replace(report, tuning=pipeline.tune(staged))
     return staged, report
 
 
-@in_plain_modes
-def imatrix(
-    model: str | Path | PreTrainedModel,
-    calibration: Any,
-    out: str | Path,
-    *,
-    run: Run | Mapping[str, Any] | None = None,
-    tokenizer: Any = None,
-    progress: ProgressCallback = silent,
-) -> None:
-    """Write an importance matrix for llama.cpp's quantizer: of every Linear the mean squares of its inputs.
-
-    Args:
-        model: Hub id or folder of a float model, or a loaded one.
-        calibration: A `Calibration`, a dictionary of its fields, or a source as in its `source`.
-        out: The GGUF file to write, in a folder that exists.
-        run: Where and how it is run.
-        tokenizer: As for `quantize`.
-        progress: Called once per module.
-
-    Raises:
-        OutputExistsError: `out` exists, and `overwrite` is not set.
-        GptqkitError: Settings, text, model or files that do not fit; see `errors`.
-    """
-    run, out = settings_of(Run, run or {}), Path(out)
-    calibration = calibration_of(calibration)
-    if os.path.lexists(out) and not (run.overwrite and out.is_file()):
-        raise OutputExistsError(f"{out} exists already; choose another file, or ask to overwrite it")
-    if not out.parent.is_dir():
-        raise ConfigError(f"there is no folder {out.parent}; make it, or choose another file")
-    device = choose_device(run.device)
-    with join(device) as processes, _on_disk(model) as (path, _):
-        if processes.size > 1:
-            raise ConfigError(f"an importance matrix is made by one process, not by {processes.size}")
-        source = FloatModel(path, trust_remote_code=run.trust_remote_code, revision=run.revision)
-        if tokenizer is None:
-            tokenizer = load_tokenizer(source.path, trust_remote_code=run.trust_remote_code)
-        samples = _samples(source, calibration, open_tokenizer(tokenizer, trust_remote_code=run.trust_remote_code))
-        with _explained_memory():
-            sums = squared_inputs(source, samples, processes, run, progress, out)
-    count, length = samples.input_ids.shape
-    model_config = source.model.config.to_dict()
-    write_imatrix(out, sums, model_config, dataset=public_name(calibration.source), samples=count, length=length)
-
-
 @contextmanager
-def _explained_memory() -> Iterator[None]:
+def explained_memory() -> Iterator[None]:
     """Say what helps where memory runs out with a single sample."""
     try:
         yield
@@ -301,7 +253,7 @@ def _warn_unmeasured(report: QuantizationReport, out: Path, text: Any) -> None:
 
 
 @contextmanager
-def _on_disk(model: str | Path | PreTrainedModel) -> Iterator[tuple[str | Path, str]]:
+def on_disk(model: str | Path | PreTrainedModel) -> Iterator[tuple[str | Path, str]]:
     """Give the path or id of a model, and its name; a loaded model is saved for as long as the context lasts."""
     if not isinstance(model, PreTrainedModel):
         yield model, public_name(model)
@@ -319,7 +271,7 @@ def _on_disk(model: str | Path | PreTrainedModel) -> Iterator[tuple[str | Path, 
         yield folder, name
 
 
-def _samples(source: FloatModel, calibration: Calibration, tokenizer: Any) -> Samples:
+def drawn_samples(source: FloatModel, calibration: Calibration, tokenizer: Any) -> Samples:
     """Draw the samples; ready ones have their own length, unless another is asked for."""
     length = calibration.sequence_length or default_length(source.model)
     check_length(source.model, length)

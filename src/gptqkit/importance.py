@@ -1,21 +1,33 @@
-"""What every Linear of the float model receives: the sums of squares of an importance matrix."""
+"""An importance matrix for llama.cpp's own quantizer: what every Linear of the float model receives, squared."""
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from .api import drawn_samples, explained_memory, on_disk
 from .assembly import stored_module
+from .calibration.config import calibration_of
 from .calibration.samples import Samples
 from .calibration.statistics import InputStatistics
-from .distributed import Processes
+from .distributed import Processes, join
+from .errors import ConfigError, OutputExistsError
+from .export.checkpoint import public_name
+from .export.imatrix import write_imatrix
+from .loading import choose_device, load_tokenizer, open_tokenizer
 from .model import FloatModel
-from .progress import Progress, ProgressCallback
+from .modes import in_plain_modes
+from .progress import Progress, ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
 from .run import Run
+from .settings import settings_of
 from .subsets import Group, portions
 from .targets import find_targets, misfits, refuse
 from .walking import float_blocks
@@ -24,8 +36,53 @@ _LOG = logging.getLogger("gptqkit")
 WIDEST = QuantizeConfig(type="q8_0")  # of blocks of 32 columns: the widest choice of Linears
 
 
+@in_plain_modes
+def imatrix(
+    model: str | Path | PreTrainedModel,
+    calibration: Any,
+    out: str | Path,
+    *,
+    run: Run | Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
+    progress: ProgressCallback = silent,
+) -> None:
+    """Write an importance matrix for llama.cpp's quantizer: of every Linear the mean squares of its inputs.
+
+    Args:
+        model: Hub id or folder of a float model, or a loaded one.
+        calibration: A `Calibration`, a dictionary of its fields, or a source as in its `source`.
+        out: The GGUF file to write, in a folder that exists.
+        run: Where and how it is run.
+        tokenizer: As for `quantize`.
+        progress: Called once per module.
+
+    Raises:
+        OutputExistsError: `out` exists, and `overwrite` is not set.
+        GptqkitError: Settings, text, model or files that do not fit; see `errors`.
+    """
+    run, out = settings_of(Run, run or {}), Path(out)
+    calibration = calibration_of(calibration)
+    if os.path.lexists(out) and not (run.overwrite and out.is_file()):
+        raise OutputExistsError(f"{out} exists already; choose another file, or ask to overwrite it")
+    if not out.parent.is_dir():
+        raise ConfigError(f"there is no folder {out.parent}; make it, or choose another file")
+    device = choose_device(run.device)
+    with join(device) as processes, on_disk(model) as (path, _):
+        if processes.size > 1:
+            raise ConfigError(f"an importance matrix is made by one process, not by {processes.size}")
+        source = FloatModel(path, trust_remote_code=run.trust_remote_code, revision=run.revision)
+        if tokenizer is None:
+            tokenizer = load_tokenizer(source.path, trust_remote_code=run.trust_remote_code)
+        samples = drawn_samples(source, calibration, open_tokenizer(tokenizer, trust_remote_code=run.trust_remote_code))
+        with explained_memory():
+            sums = _squared_inputs(source, samples, processes, run, progress, out)
+    count, length = samples.input_ids.shape
+    model_config = source.model.config.to_dict()
+    write_imatrix(out, sums, model_config, dataset=public_name(calibration.source), samples=count, length=length)
+
+
 @torch.no_grad()
-def squared_inputs(
+def _squared_inputs(
     model: FloatModel,
     samples: Samples,
     processes: Processes,
@@ -33,14 +90,7 @@ def squared_inputs(
     progress: ProgressCallback,
     out: Path,
 ) -> list[tuple[str, Tensor, int]]:
-    """Return of every Linear in the blocks its stored name, the sums of x_j^2, (in,) float32, and how many tokens.
-
-    `progress` is called once per Linear. Hidden states may be kept beside `out`.
-
-    Raises:
-        ConfigError: With `strict`, Linears that fit into no GGUF file.
-        NonFiniteError: Non-finite activations.
-    """
+    """Return of every Linear in the blocks its stored name, the sums of x_j^2, (in,) float32, and how many tokens."""
     targets, left = find_targets(model.model, dict(zip(model.paths, model.blocks, strict=True)), WIDEST)
     problems = misfits(targets, left, WIDEST)
     refuse(problems if run.strict else [])
