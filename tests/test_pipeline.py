@@ -7,6 +7,7 @@ from torch import nn
 
 import gptqkit
 from gptqkit import subsets
+from gptqkit.assembly import differs
 from gptqkit.calibration.samples import Samples
 from gptqkit.errors import (
     ArchitectureError,
@@ -16,7 +17,6 @@ from gptqkit.errors import (
     NonFiniteError,
     OutputExistsError,
 )
-from gptqkit.verify import differs
 from support.jobs import contents
 from support.models import build, overflowing, samples, save
 from support.pipeline import float_matrix, outputs, quantize, share_that_differs, weights

@@ -1,15 +1,22 @@
-"""The checkpoint in the making: the part of every block as it is finished, and in the end the whole of all parts."""
+"""The checkpoint in the making: the part of every block as it is finished, and in the end the whole of all parts.
+
+What is written runs before it counts: a block is read back from its files and run on its packed layers.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from .errors import CheckpointError, ConversionError, ShapeError
 from .export.checkpoint import (
@@ -22,9 +29,13 @@ from .export.checkpoint import (
 )
 from .export.formats import Declared, LayerSpec, find_format
 from .export.shards import Shards, check_same, digest, join_files, write_files
+from .loading import install
 from .model import FloatModel
 from .quantizer.config import QuantizeConfig
 from .quantizer.quantized import QuantizedWeight
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""How far outputs may differ, relative to their norm: layers that run in other kernels round and sum in other ways."""
 
 
 def stored_module(model: FloatModel, name: str) -> str:
@@ -57,6 +68,57 @@ def write_part(
     for name, weight in layers.items():
         check_written(name, part.weight(name), weight)
     return part
+
+
+def check_block(
+    model: FloatModel,
+    layer: int,
+    part: Checkpoint,
+    names: Sequence[str],
+    run: Callable[[nn.Module], Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Build block `layer` from its files, as `load` would, and compare what it computes with what the block computes.
+
+    The block of `model` has the solutions in place, and `part` is what was written of it. `names` are its quantized
+    Linears, by their names in the block; `run` gives what leaves a block of some tokens.
+
+    Raises:
+        CheckpointError: The block cannot run, or computes something else; the first Linear that differs is named.
+    """
+    block, path = model.blocks[layer], model.paths[layer]
+    model.model.set_submodule(path, _without_weights(block))
+    try:
+        backend = "torch" if device.type == "cpu" else "auto"
+        install(model.empty, part, device=device, dtype=dtype, backend=backend, cast=True)
+        packed = model.model.get_submodule(path)
+    finally:
+        model.model.set_submodule(path, block)
+    try:
+        found, expected = run(packed), run(block)
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+        cause = error.__cause__ or error
+        raise CheckpointError(
+            f"block {layer} cannot run on its quantized layers ({type(cause).__name__}: {cause}); leave what is at "
+            "fault in floating point with an override, and report this model"
+        ) from error
+    if differs(found, expected, dtype):
+        ours, theirs = (_outputs(each, names, run) for each in (packed, block))
+        first = next((name for name in theirs if name not in ours or differs(ours[name], theirs[name], dtype)), None)
+        raise CheckpointError(
+            f"block {layer} computes something else on its quantized layers than in the pipeline"
+            + (f", first in {first}" if first is not None else "")
+            + "; leave what is at fault in floating point with an override, and report this model"
+        )
+
+
+def differs(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether outputs differ by more than `TOLERANCE` allows for activations of this dtype, or are not finite."""
+    if found.shape != expected.shape:
+        return True
+    distance, size = (found - expected).double().norm(), expected.double().norm()
+    return not float(distance) <= TOLERANCE[dtype] * float(size)
 
 
 def record_of(part: Checkpoint) -> dict[str, Any]:
@@ -153,3 +215,26 @@ def _packed(
             raise type(error)(f"{name}: {error}") from error
         yield from ((f"{name}.{key}", tensor) for key, tensor in tensors.items())
     yield from others.items()
+
+
+def _outputs(block: nn.Module, names: Sequence[str], run: Callable[[nn.Module], Tensor]) -> Mapping[str, Tensor]:
+    """Return what the first call of each of some modules gives, in the order of the calls."""
+    outputs: dict[str, Tensor] = {}
+
+    def record(name: str, _: nn.Module, __: Any, output: Tensor) -> None:
+        outputs.setdefault(name, output)
+
+    with ExitStack() as hooks:
+        for name in names:
+            hooks.callback(block.get_submodule(name).register_forward_hook(partial(record, name)).remove)
+        run(block)
+    return outputs
+
+
+def _without_weights(block: nn.Module) -> nn.Module:
+    """Return a copy of `block` whose parameters are on the meta device."""
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+        for parameter in block.parameters()
+    }
+    return copy.deepcopy(block, memo)

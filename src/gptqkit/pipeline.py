@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .assembly import open_part, stored_module, write_part
+from .assembly import check_block, open_part, stored_module, write_part
 from .calibration.batches import Batches
 from .calibration.halves import parts_of
 from .calibration.samples import Samples
@@ -38,7 +38,6 @@ from .streams import Streams
 from .subsets import Group, portions
 from .targets import Target, find_head, find_targets, matrix, misfits, refuse
 from .tuning import tune
-from .verify import check_block
 
 _LOG = logging.getLogger("gptqkit")
 UNCALLED = "no forward pass calls it"

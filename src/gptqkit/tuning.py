@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .assembly import replace_weights
+from .assembly import differs, replace_weights
 from .calibration.batches import Batches, in_pieces, out_of_memory, pieces, shuffled
 from .calibration.capture import forwards_replaced, without_cache
 from .distributed import Processes
@@ -33,7 +33,6 @@ from .progress import Progress, ProgressCallback
 from .quantizer.learned import stretched
 from .report import TuningReport
 from .targets import find_blocks, matrix
-from .verify import differs
 
 _LOG = logging.getLogger("gptqkit")
 
