@@ -18,8 +18,6 @@ import torch
 from torch import nn
 
 from .assembly import check_block, open_part, stored_module, write_part
-from .calibration.batches import Batches
-from .calibration.halves import parts_of
 from .calibration.samples import Samples
 from .calibration.statistics import InputStatistics
 from .distributed import Processes
@@ -32,9 +30,9 @@ from .quantizer.config import QuantizeConfig
 from .quantizer.methods import Solution, needs_cross, pairs_models
 from .quantizer.quantized import QuantizedWeight
 from .report import BlockReport, ModuleReport, QuantizationReport, TuningReport
-from .run import LARGEST_BATCH, Run
+from .run import Run
 from .solving import Measured, Solved, solve_all
-from .streams import Streams
+from .streams import Streams, own_batches
 from .subsets import Group, portions
 from .targets import Target, find_head, find_targets, matrix, misfits, refuse
 from .tuning import tune
@@ -77,9 +75,7 @@ class Pipeline:
         self._tell(misfits(self.targets, self.left, config))
         self.calibrated = samples is not None
         self.paired, self.cross = (self.calibrated and needs(config) for needs in (pairs_models, needs_cross))
-        samples, size = samples or PROBE, run.batch_size or LARGEST_BATCH
-        mine = processes.share(len(samples.input_ids), size)
-        self.batches = Batches(samples, parts_of(samples, model.model), mine, size, self.device)
+        self.batches = own_batches(model, samples or PROBE, processes, run)
         if job.records:
             self.batches.counts[job.records[-1]["excluded"]] = False
             self.batches.size = job.records[-1]["batch_size"]

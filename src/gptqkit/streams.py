@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,14 @@ from .calibration.capture import (
     routing,
     trace_inputs,
 )
+from .calibration.halves import parts_of
+from .calibration.samples import Samples
 from .calibration.statistics import InputStatistics
 from .distributed import Processes
+from .export.staging import remove_leftovers, scratch
 from .job import Scratch
 from .model import FloatModel
+from .run import LARGEST_BATCH, Run
 from .solving import Measured
 from .stacks import Stack, hidden_states, probe_stack
 from .subsets import Group, Subset, group_subsets
@@ -354,3 +358,34 @@ def _giving(values: Sequence[Any], written: Mapping[str, Mapping[Any, Any]]) -> 
         return values
 
     return forward
+
+
+def own_batches(model: FloatModel, samples: Samples, processes: Processes, run: Run) -> Batches:
+    """Return the samples of this process."""
+    size = run.batch_size or LARGEST_BATCH
+    mine = processes.share(len(samples.input_ids), size)
+    return Batches(samples, parts_of(samples, model.model), mine, size, processes.device)
+
+
+def float_blocks(
+    model: FloatModel, samples: Samples, processes: Processes, run: Run, out: Path, *, skip: bool = False
+) -> Iterator[tuple[int, Streams]]:
+    """Yield the number of every block while it is there, with what runs the samples, and let them through it.
+
+    Hidden states are kept in memory, or where `run` says; on disk beside `out`, which is what is to be written, and
+    only for now, since nothing resumes this. With `skip`, samples with non-finite activations are left out.
+    """
+    batches = own_batches(model, samples, processes, run)
+    dtype = torch.float32 if processes.device.type == "cpu" else model.dtype  # as the pipeline
+    streams = Streams(model, batches, processes, paired=False, cross=False, skip=skip)
+    place = "memory" if run.activations == "auto" else run.activations
+    if processes.rank == 0:
+        remove_leftovers(out)
+    processes.gather(None)  # before any of them makes a new one
+    with scratch(out) as folder, model.outside(processes.device, dtype):
+        streams.begin(Scratch(folder, processes), dtype, place)
+        for layer, block in enumerate(model.blocks):
+            streams.enter(layer)
+            with model.block(layer, processes.device, dtype):
+                yield layer, streams
+                streams.advance("hidden", layer, block, resumable=False)
