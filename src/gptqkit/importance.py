@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,9 +29,8 @@ from .run import Run
 from .settings import settings_of
 from .streams import float_blocks
 from .subsets import Group, portions
-from .targets import find_targets, misfits, refuse
+from .targets import find_targets, misfits, tell
 
-_LOG = logging.getLogger("gptqkit")
 WIDEST = QuantizeConfig(type="q8_0")  # of blocks of 32 columns: the widest choice of Linears
 
 
@@ -92,10 +90,7 @@ def _squared_inputs(
 ) -> list[tuple[str, Tensor, int]]:
     """Return of every Linear in the blocks its stored name, the sums of x_j^2, (in,) float32, and how many tokens."""
     targets, left = find_targets(model.model, dict(zip(model.paths, model.blocks, strict=True)), WIDEST)
-    problems = misfits(targets, left, WIDEST)
-    refuse(problems if run.strict else [])
-    for line in problems:
-        _LOG.warning("%s", line)
+    tell(misfits(targets, left, WIDEST), strict=run.strict)
     found: list[tuple[str, Tensor, int]] = []
     total = sum(map(len, targets))
     for layer, streams in float_blocks(model, samples, processes, run, out):

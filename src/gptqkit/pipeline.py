@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -34,10 +33,9 @@ from .run import Run
 from .solving import Measured, Solved, solve_all
 from .streams import Streams, own_batches
 from .subsets import Group, portions
-from .targets import Target, find_head, find_targets, matrix, misfits, refuse
+from .targets import Target, find_head, find_targets, matrix, misfits, tell
 from .tuning import tune
 
-_LOG = logging.getLogger("gptqkit")
 UNCALLED = "no forward pass calls it"
 PROBE = Samples(torch.arange(16, device="cpu")[None])  # what blocks are run on where there is no calibration
 
@@ -71,7 +69,7 @@ class Pipeline:
         blocks = dict(zip(model.paths, model.blocks, strict=True))
         self.targets, self.left = find_targets(model.model, blocks, config)
         self.head = find_head(model.model, config)
-        self._strict, self._told = run.strict, set[str]()
+        self._tell, self._told = partial(tell, strict=run.strict, log=processes.rank == 0), set[str]()
         self._tell(misfits(self.targets, self.left, config))
         self.calibrated = samples is not None
         self.paired, self.cross = (self.calibrated and needs(config) for needs in (pairs_models, needs_cross))
@@ -81,7 +79,7 @@ class Pipeline:
             self.batches.size = job.records[-1]["batch_size"]
         self._progress = progress if processes.rank == 0 else silent
         for record in job.records:
-            self.left |= record.get("left", {})
+            self.left |= record["left"]
         self._done, self._total = len(job.reports), sum(map(len, self.targets)) + (self.head is not None)
 
     @torch.no_grad()
@@ -212,12 +210,6 @@ class Pipeline:
                 )
             )
         return solved, reports
-
-    def _tell(self, problems: list[str]) -> None:
-        """Log what is not quantized as asked, or refuse it where that was wanted."""
-        refuse(problems if self._strict else [])
-        for line in problems if self.processes.rank == 0 else ():
-            _LOG.warning("%s", line)
 
     def _report(self, layer: int | None, one: Measured, target: Target, solved: Solved) -> ModuleReport:
         solution, statistics = solved.solution, one.statistics

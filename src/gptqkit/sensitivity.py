@@ -28,7 +28,7 @@ from .run import Run
 from .solving import naming
 from .streams import Streams, float_blocks
 from .subsets import portions
-from .targets import Target, find_head, find_targets, matrix, misfits, refuse
+from .targets import Target, find_head, find_targets, matrix, misfits, tell
 from .units import size_text
 
 _LOG = logging.getLogger("gptqkit")
@@ -105,7 +105,7 @@ def sensitivities(
         )
     blocks = dict(zip(source.paths, source.blocks, strict=True))
     targets, left = find_targets(source.model, blocks, config)
-    refuse(misfits(targets, left, config) if run.strict else [])
+    tell(misfits(targets, left, config), strict=run.strict, log=False)
     head = find_head(source.model, config)
     every = [target for own in [*targets, [head] if head else []] for target in own]
     whole = sum(checkpoint_bytes(source.model, every, config))  # later, they are not tied, nor in their dtype

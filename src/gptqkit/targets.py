@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from .export.formats import LayerSpec, find_format
 from .export.recipes import RECIPES, SUPER_BLOCK
 from .export.shards import some
 from .quantizer.config import QuantizeConfig
+
+_LOG = logging.getLogger("gptqkit")
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,10 +245,12 @@ def misfits(targets: list[list[Target]], left: Mapping[str, str], config: Quanti
     return lines
 
 
-def refuse(problems: list[str]) -> None:
-    """Raise ConfigError where anything is not quantized as asked, as `misfits` found it."""
-    if problems:
+def tell(problems: list[str], *, strict: bool, log: bool = True) -> None:
+    """Log what is not quantized as asked, as `misfits` found it; ConfigError where that is `strict`ly wanted."""
+    if strict and problems:
         raise ConfigError(f"{'; '.join(problems)}; change the settings for these, or leave strict out")
+    for line in problems if log else ():
+        _LOG.warning("%s", line)
 
 
 def fitting_group(columns: int, wanted: int) -> int:
