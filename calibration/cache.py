@@ -16,14 +16,13 @@ from torch.utils._pytree import tree_map
 from ..errors import ArchitectureError, CheckpointError, ShapeError
 from .batches import pieces
 
-PLACES = ("device", "memory", "disk")  # the fastest first
 _SLICE = 64 << 20
 
 
 class ActivationCache:
-    """Hidden states of a range of samples, (samples, *shape), wanted on `device` and kept in one of `PLACES`.
+    """Hidden states of a range of samples, (samples, *shape), wanted on `device` and kept in a `place`.
 
-    The file for "disk" is made at its full size, so that a full disk shows at once.
+    That is "device", "memory" or "disk", whose file is made at its full size, so that a full disk shows at once.
     """
 
     def __init__(

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import ConversionError
 from ..quantizer.quantized import QuantizedWeight
 from ..quantizer.superblock import Float16Offset, TwoLevel
+from .layers import trivial_index
 from .recipes import grid_settings
 
 _ROWS = 4096  # encoded at a time
@@ -131,7 +132,7 @@ def decode(kind: BlockType, blocks: Tensor) -> QuantizedWeight:
         codes=_decode_codes(kind, fields).view(rows, columns),
         scale=scale.view(rows, -1),
         offset=offset.view(rows, -1),
-        group_index=(torch.arange(columns, device=blocks.device) // kind.group_size).to(torch.int32),
+        group_index=trivial_index(columns, kind.group_size).to(blocks.device),
         bits=kind.bits,
         group_size=kind.group_size,
         sym=kind.sym,
@@ -155,7 +156,7 @@ def exact_forms(weight: QuantizedWeight) -> Iterator[tuple[BlockType, QuantizedW
         return
     group = torch.arange(0, columns, 32, device=weight.codes.device) // weight.group_size
     scale, offset = weight.scale[:, group].contiguous(), weight.offset[:, group].contiguous()
-    index = (torch.arange(columns, device=group.device) // 32).to(torch.int32)
+    index = trivial_index(columns, 32).to(group.device)
     base = replace(weight, scale=scale, offset=offset, group_index=index, group_size=32)
     zero = torch.where(scale == 0, 2.0 ** (weight.bits - 1), (-offset / scale).round())
     whole = torch.equal(-(zero * scale), offset)

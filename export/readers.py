@@ -8,7 +8,6 @@ that were not tried count as not loaded.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 from .autoround import PACKING
+from .bits import codes_per_unit
 from .formats import READERS, Declared, LayerSpec
 from .modules import FUSED, list_of_names, outside_blocks
 from .shards import some
@@ -151,7 +151,7 @@ def _parallel_rules(facts: Facts) -> Rules:
     heads, shared = _heads(facts.model_config)
     uneven = next((name for name, spec in layers.items() if _part(name, spec, count, shared)[1]), "")
     cut = "" if uneven else _cut_group(facts)
-    unit = max(32 // math.gcd(spec.bits, 32) for spec in layers.values()) if layers else 1  # codes of whole words
+    unit = max((codes_per_unit(spec.bits) for spec in layers.values()), default=1)
     short = "" if uneven or cut else _odd_size(facts.on_gpu, (unit, unit))
     fewer = f"{count} GPUs are too many or no divisor; choose another number"
     return [

@@ -21,8 +21,9 @@ from gptqkit.errors import (
     GptqkitError,
 )
 from gptqkit.export.checkpoint import open_checkpoint
+from gptqkit.export.scaled import says_quantized
 from gptqkit.kernels.linear import CpuLinear, QuantLinear
-from gptqkit.loading import is_quantized, load, load_float
+from gptqkit.loading import load, load_float
 from support.models import OTHERS, build, save
 from support.pipeline import dequantized, outputs, quantize
 
@@ -189,8 +190,8 @@ def test_bad_requests(checkpoint, tmp_path):
         load_float(checkpoint)
     with pytest.raises(DatasetUnavailableError, match="nowhere"):
         load_float(tmp_path / "nowhere")
-    assert is_quantized(checkpoint)
-    assert not is_quantized(tmp_path / "model")
+    assert says_quantized(checkpoint)
+    assert not says_quantized(tmp_path / "model")
     with pytest.raises(CheckpointError, match="is not quantized"):
         load(tmp_path / "model")
     edit(checkpoint / "config.json", model_type="unheard_of", architectures=["UnheardOf"])

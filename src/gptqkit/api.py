@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from .architecture import without_bars
 from .assembly import assemble
 from .calibration.batches import out_of_memory
-from .calibration.cache import PLACES
 from .calibration.config import Calibration, calibration_of
 from .calibration.halves import vocabulary
 from .calibration.samples import Samples, load_samples, load_text
@@ -45,7 +44,7 @@ from .progress import ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
 from .quantizer.methods import find_method, needs_calibration
 from .report import QuantizationReport
-from .run import Run
+from .run import PLACES, Run
 from .sensitivity import with_chosen_bits
 from .settings import settings_of
 
@@ -141,11 +140,11 @@ def quantize(
         check_agreement(processes, identity)
         with Job(out, identity, processes, resume=run.resume, overwrite=run.overwrite) as job:
             job.check_shared()
-            if config.chooses_bits and samples is not None and (before := job.chosen()):
-                config = before
-            elif config.chooses_bits and samples is not None:
+            if config.chooses_bits and samples is not None:
                 with explained_memory():
-                    config = job.choose(with_chosen_bits(source, samples, config, processes, run, progress, out))
+                    config = job.chosen() or job.choose(
+                        with_chosen_bits(source, samples, config, processes, run, progress, out)
+                    )
             pipeline = Pipeline(source, samples, config, job, processes, run=run, progress=progress)
             with explained_memory():
                 pipeline.run()

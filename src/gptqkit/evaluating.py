@@ -16,9 +16,10 @@ from .errors import CheckpointError, ConfigError
 from .evaluation.config import Evaluation
 from .evaluation.embeddings import EmbeddingScores, Pooling, compare_embeddings
 from .evaluation.perplexity import Scores, score
+from .export.scaled import says_quantized
 from .export.shards import read_json
 from .hub import fetch
-from .loading import is_quantized, load, load_float, open_tokenizer
+from .loading import load, load_float, open_tokenizer
 from .modes import in_plain_modes
 from .progress import ProgressCallback, silent
 from .settings import settings_of
@@ -165,7 +166,7 @@ def _open(model: Any, config: Evaluation, backend: str) -> tuple[Any, Any | None
         return model, None
     if not isinstance(model, Path):
         raise ConfigError(f"{model!r} is no model; give a folder, an id of the Hub, or a loaded model")
-    if is_quantized(model):
+    if model.is_file() or says_quantized(model):  # a file is GGUF
         return load(model, device=config.device, backend=backend, dtype=config.dtype)
     if backend != "auto":
         raise ConfigError(f"backend is {backend!r}, but {model} is not quantized; leave the backend at 'auto'")

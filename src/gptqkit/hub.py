@@ -64,7 +64,7 @@ def fetch(
         ) from error
     if not tokenizer:
         here = {file.name for file in path.iterdir()}
-        if not _is_model(here):
+        if "config.json" not in here or not any(name.endswith(".safetensors") for name in here):
             with suppress(DatasetUnavailableError):  # without a network: what is here is all that is known
                 here.update(Remote(str(path_or_id), path.name).names())
         _recognize(path_or_id, here)
@@ -110,10 +110,6 @@ class Remote:
             raise DatasetUnavailableError(
                 f"{self.repository}: the Hub does not give {what}: {_first_line(error)}"
             ) from error
-
-
-def _is_model(files: Collection[str]) -> bool:
-    return "config.json" in files and any(file.endswith(".safetensors") for file in files)
 
 
 def _recognize(name: Path | str, files: Collection[str], *, gguf: bool = False) -> None:

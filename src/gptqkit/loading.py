@@ -26,7 +26,7 @@ from .empty import EmptyModel
 from .errors import CheckpointError, ConfigError, DatasetUnavailableError
 from .export.checkpoint import Checkpoint, open_checkpoint
 from .export.names import StoredNames
-from .export.scaled import FloatShards, says_quantized
+from .export.scaled import FloatShards
 from .export.shards import Shards, some
 from .hub import fetch
 from .kernels.backends import check_backend
@@ -242,12 +242,6 @@ def load_float(
             raise CheckpointError(f"{path_or_id} lacks {some(found['missing_keys'])}; fetch its files again")
         tokenizer = load_tokenizer(path_or_id, trust_remote_code=trust_remote_code)
     return model.to(place).eval().requires_grad_(False), tokenizer
-
-
-def is_quantized(path_or_id: Path | str) -> bool:
-    """Whether this is a GGUF file, or a local directory that says it holds a quantized model."""
-    path = Path(path_or_id)
-    return path.is_file() or says_quantized(path)
 
 
 def choose_device(device: torch.device | str) -> torch.device:

@@ -9,7 +9,7 @@ from .errors import ConfigError
 from .settings import check_positive, check_types
 
 LARGEST_BATCH = 8  # samples per forward pass, unless told otherwise
-PLACES = ("auto", "device", "memory", "disk")
+PLACES = ("auto", "device", "memory", "disk")  # the fastest first
 
 
 @dataclass(frozen=True, kw_only=True)

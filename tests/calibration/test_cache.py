@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from gptqkit.calibration import cache
-from gptqkit.calibration.cache import PLACES, ActivationCache
+from gptqkit.calibration.cache import ActivationCache
 from gptqkit.errors import CheckpointError, ShapeError
 
-CPU = torch.device("cpu")
+CPU, PLACES = torch.device("cpu"), ("device", "memory", "disk")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

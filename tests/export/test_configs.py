@@ -14,7 +14,7 @@ from gptqkit.export.convert import convert
 from gptqkit.export.doctor import doctor
 from gptqkit.export.formats import LayerSpec, declared_format, find_format
 from gptqkit.export.inspect import inspect
-from gptqkit.loading import is_quantized
+from gptqkit.export.scaled import says_quantized
 from gptqkit.quantizer.config import ModuleOverride, QuantizeConfig
 from support.weights import random_weight, same
 
@@ -281,7 +281,7 @@ def test_configs_of_llm_compressor_with_several_groups():
 def test_formats_that_are_not_read_are_named(tmp_path, config, name):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").touch()
-    assert is_quantized(tmp_path)
+    assert says_quantized(tmp_path)
     for examine in (open_checkpoint, doctor):
         with pytest.raises(CheckpointError, match=f"the checkpoint format is '{name}'; gptq, .* are read here"):
             examine(tmp_path)
@@ -296,7 +296,7 @@ def test_other_places_in_config_json(material, tmp_path, place):
     values = config.pop("quantization_config")
     inside = values if place == "compression_config" else {"model_type": "llama", "quantization_config": values}
     (source / "config.json").write_text(json.dumps({**config, place: inside}))
-    assert is_quantized(source)
+    assert says_quantized(source)
     reasons = inspect(source).reader("transformers").reasons
     assert ("reads no compression_config" in " ".join(reasons)) == (place == "compression_config")
     assert inspect(source).reader("vLLM").loads
@@ -315,7 +315,7 @@ def test_the_config_beside_the_first_files_of_autoawq(material, tmp_path):
     (source / "config.json").write_text(json.dumps(config))
     old = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
     (source / "quant_config.json").write_text(json.dumps(old))
-    assert is_quantized(source)
+    assert says_quantized(source)
     assert same(open_checkpoint(source).weight("model.layers.0.mlp.down_proj"), expected)
     convert(source, tmp_path / "out", format="gptq_v2")
     assert not (tmp_path / "out" / "quant_config.json").exists()  # GPTQModel would believe it first

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from gptqkit.errors import CheckpointError
-from gptqkit.export.scaled import FloatShards
+from gptqkit.export.scaled import FloatShards, says_quantized
 from gptqkit.export.shards import Shards
-from gptqkit.loading import is_quantized, load_float
+from gptqkit.loading import load_float
 from support.models import build, save
 from support.pipeline import outputs, quantize
 
@@ -87,7 +87,7 @@ def test_an_fp8_model_becomes_what_its_values_become(tmp_path):
     config = json.loads((tmp_path / "float" / "config.json").read_text())
     method = {"quant_method": "fp8", "weight_block_size": [24, 24]}
     (source / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
-    assert not is_quantized(source)
+    assert not says_quantized(source)
     for each in ("float", "fp8"):
         quantize(tmp_path / each, tmp_path / f"{each}-4bit")
     expected, found = (load_file(tmp_path / f"{each}-4bit" / "model.safetensors") for each in ("float", "fp8"))
