@@ -199,3 +199,6 @@ def test_a_model_is_loaded_and_saved_by_us_and_by_transformers(tmp_path):
     assert torch.equal(outputs(load(tmp_path / "saved", device="cpu")[0]), expected)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "gptq", device_map="cpu", dtype=torch.float32)
     assert torch.equal(outputs(theirs), expected)
+    model.save_pretrained(tmp_path / "gptq")  # its own folder
+    assert open_checkpoint(tmp_path / "gptq").quantization_config["packing_format"] == PLAIN["packing_format"]
+    assert torch.equal(outputs(load(tmp_path / "gptq", device="cpu")[0]), expected)
