@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConversionError
-from ..quantizer.quantized import QuantizedWeight
+from ..quantizer.quantized import QuantizedWeight, trivial_index
 from ..quantizer.superblock import Float16Offset, TwoLevel
-from .layers import trivial_index
 from .recipes import grid_settings
 
 _ROWS = 4096  # encoded at a time
@@ -132,7 +131,7 @@ def decode(kind: BlockType, blocks: Tensor) -> QuantizedWeight:
         codes=_decode_codes(kind, fields).view(rows, columns),
         scale=scale.view(rows, -1),
         offset=offset.view(rows, -1),
-        group_index=trivial_index(columns, kind.group_size).to(blocks.device),
+        group_index=trivial_index(columns, kind.group_size, blocks.device),
         bits=kind.bits,
         group_size=kind.group_size,
         sym=kind.sym,
@@ -156,7 +155,7 @@ def exact_forms(weight: QuantizedWeight) -> Iterator[tuple[BlockType, QuantizedW
         return
     group = torch.arange(0, columns, 32, device=weight.codes.device) // weight.group_size
     scale, offset = weight.scale[:, group].contiguous(), weight.offset[:, group].contiguous()
-    index = trivial_index(columns, 32).to(group.device)
+    index = trivial_index(columns, 32, group.device)
     base = replace(weight, scale=scale, offset=offset, group_index=index, group_size=32)
     zero = torch.where(scale == 0, 2.0 ** (weight.bits - 1), (-offset / scale).round())
     whole = torch.equal(-(zero * scale), offset)

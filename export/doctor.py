@@ -18,13 +18,13 @@ from torch import Tensor
 from ..errors import CheckpointError, ConfigError, ConversionError, ShapeError
 from ..hub import fetch
 from ..modes import in_plain_modes
+from ..quantizer.quantized import trivial_index
 from .bits import pack, unpack
 from .checkpoint import REPORT, Checkpoint, read_quantization_config, whole_checkpoint
 from .convert import check_apart, fill, update_report, write_quantization_config
 from .files import check_folder
 from .formats import declared_format, find_format
 from .gptq import kind_of_zeros, settings_of_shapes
-from .layers import trivial_index
 from .shards import Shards, read_json, same_bits
 from .staging import check_target, staged
 

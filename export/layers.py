@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, ConversionError
-from ..quantizer.quantized import QuantizedWeight
+from ..quantizer.quantized import QuantizedWeight, trivial_index
 from .formats import LayerSpec
 
 WORDS = (2, (torch.int32,))
@@ -124,13 +124,8 @@ def make_weight(
         codes=codes,
         scale=scale,
         offset=-offset,
-        group_index=trivial_index(spec.in_features, spec.group_size).to(scale.device) if index is None else index,
+        group_index=trivial_index(spec.in_features, spec.group_size, scale.device) if index is None else index,
         bits=spec.bits,
         group_size=spec.group_size,
         sym=spec.sym and (zero is None or bool((zero == middle).all())),
     )
-
-
-def trivial_index(columns: int, group_size: int) -> Tensor:
-    """Return the group of every column where groups follow the columns, (columns,) int32."""
-    return (torch.arange(columns) // group_size).to(torch.int32)

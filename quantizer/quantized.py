@@ -71,8 +71,7 @@ class QuantizedWeight:
     @property
     def trivial_group_index(self) -> bool:
         """Whether column k simply belongs to group k // group_size, so that a reader needs no g_idx."""
-        natural = torch.arange(self.in_features, device=self.group_index.device) // self.group_size
-        return bool(torch.equal(natural.to(torch.int32), self.group_index))
+        return torch.equal(trivial_index(self.in_features, self.group_size, self.group_index.device), self.group_index)
 
     def zero_point(self) -> Tensor:
         """Return the integer zero points -offset / scale, (out, groups) int16; anything where a file's scale is 0.
@@ -101,3 +100,8 @@ class QuantizedWeight:
         """Return the same weight with its tensors on `device`."""
         tensors = {name: getattr(self, name).to(device) for name in ("codes", "scale", "offset", "group_index")}
         return dataclasses.replace(self, **tensors)
+
+
+def trivial_index(columns: int, group_size: int, device: torch.device | None = None) -> Tensor:
+    """Return the group of every column where groups follow the columns, (columns,) int32."""
+    return (torch.arange(columns, device=device) // group_size).to(torch.int32)
