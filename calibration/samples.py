@@ -150,10 +150,8 @@ def load_documents(
     Text gets the special tokens of the tokenizer around it, without which an encoder was never trained. What is longer
     than `sequence_length`, special tokens included, is cut into several documents of that length, and a rest that fills
     none is left out; so are blank documents. Token ids and chats are taken without further tokens. With a `limit` only
-    the first documents are returned. The other arguments, and errors, are those of `load_text`.
-
-    Raises:
-        ConfigError: `sequence_length` leaves no room for text.
+    the first documents are returned. The other arguments, and errors, are those of `load_text`; ConfigError where
+    `sequence_length` leaves no room for text.
 
     >>> [ids.tolist() for ids in load_documents([[1, 2, 3, 4, 5], [6, 7]], None, sequence_length=4)]
     [[1, 2, 3, 4], [6, 7]]

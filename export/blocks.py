@@ -280,11 +280,7 @@ def _factors(values: Tensor, least: int, most: int) -> tuple[Tensor, Tensor] | N
 
 
 def transcribe(weight: QuantizedWeight) -> tuple[BlockType, Tensor]:
-    """Return the block type that holds a weight exactly, and its blocks.
-
-    Raises:
-        ConversionError: None does.
-    """
+    """Return the block type that holds a weight exactly, and its blocks; ConversionError where none does."""
     for kind, same in exact_forms(weight):
         blocks = encode(kind, same)
         if blocks is not None:

@@ -82,8 +82,7 @@ class Declared:
     def for_module(self, name: str) -> tuple[int, int | None, bool]:
         """Return bits, group_size and sym of the module `name`: the first pattern that matches counts.
 
-        Raises:
-            CheckpointError: A pattern with which matching takes too long.
+        CheckpointError for a pattern with which that takes too long.
         """
         names, patterns = self._rules
         own, values = names.get(name, (len(self.dynamic), {}))
@@ -241,10 +240,9 @@ def without_quantization(model_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def declared_format(values: Mapping[str, Any], where: str) -> str:
-    """Return the format that a quantization config declares, whoever wrote it; `where` is its file, for messages.
+    """Return the format that a quantization config declares, whoever wrote it; CheckpointError for an unknown one.
 
-    Raises:
-        CheckpointError: One that is not read here.
+    `where` is its file, for messages.
     """
     unnamed = next((name for key, name in _UNNAMED.items() if key in values), "gptq")
     method = values.get("quant_method", values.get("method", unnamed))

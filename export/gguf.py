@@ -181,8 +181,7 @@ def rounded(weight: Tensor, kind: BlockType) -> Tensor:
 def _sources(names: Iterable[str], architecture: Architecture) -> dict[str, list[str]]:
     """Return what a file is to hold of stored tensors, by llama.cpp's names: each of one, or of those of all experts.
 
-    Raises:
-        ConversionError: A tensor for which there is no name.
+    ConversionError for a tensor without a name there.
     """
     found: dict[str, dict[int, str]] = {}
     for name in names:

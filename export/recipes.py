@@ -45,11 +45,7 @@ _NARROW = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k
 
 
 def grid_settings(name: str) -> dict[str, Any]:
-    """Return bits, group_size and sym of a recipe's main block type, or of a block type.
-
-    Raises:
-        ConfigError: There is none of this name.
-    """
+    """Return bits, group_size and sym of a recipe's main block type, or a block type; ConfigError for another name."""
     if name not in TYPES:
         raise ConfigError(f"type is {name!r}; choose one of {', '.join(TYPES)}")
     return dict(zip(("bits", "group_size", "sym"), GRIDS[RECIPES.get(name, name)], strict=True))

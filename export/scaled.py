@@ -29,11 +29,7 @@ def has_scales(quantization: object) -> bool:
 
 
 def says_quantized(directory: Path) -> bool:
-    """Whether a model's folder says that it is quantized; one in FP8 or MXFP4 is read as a float model.
-
-    Raises:
-        CheckpointError: Its config.json cannot be read.
-    """
+    """Whether a model's folder says that it is quantized; one in FP8 or MXFP4 is read as a float model."""
     if any((directory / name).is_file() for name in ("quantize_config.json", "quant_config.json")):
         return True
     if not (directory / "config.json").exists():

@@ -148,11 +148,7 @@ def find_library() -> tuple[KernelLibrary | None, str]:
 
 
 def open_library(folder: Path, cache_folder: Path) -> KernelLibrary:
-    """Return the library of an installation's `folder`, or else of the user's cache, where it is built if need be.
-
-    Raises:
-        BackendError: There is none and it cannot be built, or the one found cannot be used.
-    """
+    """Return the library of an installation's `folder`, or else of the user's cache, where it is built if need be."""
     path = folder / FILE_NAME
     library = KernelLibrary(path if path.exists() else _build_once(cache_folder / build.sources_hash() / FILE_NAME))
     library.check_driver()

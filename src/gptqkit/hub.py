@@ -73,12 +73,7 @@ def fetch(
 
 @dataclass(frozen=True)
 class Remote:
-    """Files of a repository on the Hub that are not fetched.
-
-    Attributes:
-        repository: Its id.
-        commit: The commit meant.
-    """
+    """Files of a repository on the Hub, at a commit, that are not fetched."""
 
     repository: str
     commit: str
@@ -91,11 +86,7 @@ class Remote:
             return list(HfApi().list_repo_files(self.repository, revision=self.commit))
 
     def header(self, name: str) -> dict[str, tuple[str, list[int]]]:
-        """Return dtype (such as "F16") and shape of every tensor in a safetensors file; its data stay where they are.
-
-        Raises:
-            DatasetUnavailableError: The Hub does not give it.
-        """
+        """Return dtype (such as "F16") and shape of every tensor in a safetensors file, without its data."""
         from huggingface_hub import HfApi
 
         with self._explained(f"the header of {name}"):

@@ -64,11 +64,7 @@ class Streams:
         self._again: set[str] = set()  # Linears that a block calls several times
 
     def begin(self, job: Scratch, dtype: torch.dtype, place: str) -> int:
-        """Find out how all blocks are called, and take up what was saved last; return the block that comes next.
-
-        Raises:
-            ArchitectureError: Blocks that cannot be run one by one.
-        """
+        """Find out how all blocks are called, and take up what was saved last; return the block that comes next."""
         self._job, self._dtype, self._place = job, dtype, place
         for blocks in self.model.stacks:
             before = self._before(range(1), blocks.start, "hidden")

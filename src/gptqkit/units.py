@@ -21,13 +21,10 @@ def size_text(size: int) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes in `8GiB`, `6.5GB`, `500 mib` or a plain number.
+    """Return the bytes in `8GiB`, `6.5GB`, `500 mib` or a plain number; ValueError for anything else.
 
     >>> parse_size("8GiB"), parse_size("6.5GB"), parse_size("500 mib"), parse_size("4096")
     (8589934592, 6500000000, 524288000, 4096)
-
-    Raises:
-        ValueError: It is no size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(I?)B?", text.upper())
     if match is None or (match[3] and not match[2]):
