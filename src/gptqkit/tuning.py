@@ -148,8 +148,7 @@ class _Run:
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
             self._optimizer.step()
-            if self._processes.rank == 0:
-                progress(Progress(stage="tune", done=step + 1, total=total))
+            progress(Progress(stage="tune", done=step + 1, total=total))
 
     @torch.no_grad()
     def score(self) -> float:
