@@ -96,7 +96,8 @@ class QuantizeConfig:
         refine_rounds: How often, after the sweep, every group's scale and then its codes are decided again, all others
             being known (arXiv 2309.01885); 0 for not at all.
         learn_iterations: Steps of learned rounding after a block is solved: its codes and scales are moved until its
-            output comes nearest to the float model's (arXiv 2309.05516, from the method's own solution); 0 for none.
+            output comes nearest to the float model's (arXiv 2309.05516, from the method's own solution), errors
+            weighing what they change of the float model's predictions; 0 for none.
         tune_epochs: How often the samples are gone through to tune all scales of the finished model on the divergence
             of its predictions from the float model's, both in memory as a whole; 0 for not at all.
         true_sequential: Calibrate each layer on the outputs of the layers already quantized in the same block.

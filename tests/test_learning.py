@@ -17,7 +17,11 @@ import gptqkit
 from gptqkit import load, tuning
 from gptqkit.calibration.samples import Samples, load_samples
 from gptqkit.display import quantization_summary
+from gptqkit.distributed import Processes
 from gptqkit.errors import CheckpointError, DoesNotFitError
+from gptqkit.fisher import measure_fisher
+from gptqkit.model import FloatModel
+from gptqkit.progress import silent
 from gptqkit.quantizer.learned import LearnedWeight
 from support import gguf_files
 from support.jobs import contents, processes
@@ -36,7 +40,7 @@ def test_every_step_is_told(tmp_path):
     steps = []
     quantize(build("qwen2"), tmp_path / "out", bits=2, learn_iterations=3, progress=steps.append)
     block = [("quantize", done) for done in range(1, 8)] + [("learn", done) for done in range(1, 4)]
-    assert [(step.stage, step.done) for step in steps[:10]] == block
+    assert [(step.stage, step.done) for step in steps[:11]] == [("measure", 1), *block]
     assert [(step.layer, step.done, step.total) for step in steps if step.stage == "learn"] == [
         (layer, done, 3) for layer in range(2) for done in range(1, 4)
     ]
@@ -47,7 +51,10 @@ def test_every_step_is_told(tmp_path):
     [("qwen2", {"method": "rtn"}), ("gpt2", {"method": "gptq", "desc_act": True}), ("mixtral", {"method": "gptq"})],
 )
 def test_blocks_come_nearer_to_the_float_model(tmp_path, name, settings):
-    """Measured by running the blocks of the checkpoint, as loaded, on the samples kept aside."""
+    """Measured by running the blocks of the checkpoint, as loaded, on the samples kept aside.
+
+    Errors weigh what they change of predictions (see test_fisher.py).
+    """
     model, settings = build(name), {**settings, "grid": "minmax"}  # searched ones differ where it learns
     plain = quantize(model, tmp_path / "plain", samples(64), bits=2, **settings).report
     report = learned(model, tmp_path / "learned", **settings).report
@@ -63,9 +70,16 @@ def test_blocks_come_nearer_to_the_float_model(tmp_path, name, settings):
             states[path] = load(tmp_path / path, device="cpu")[0](aside, output_hidden_states=True).hidden_states[1]
     with torch.no_grad():
         expected = copy.deepcopy(model).float()(aside, output_hidden_states=True).hidden_states[1]
+    model.save_pretrained(tmp_path / "float")
+    alone, how = Processes(0, 1, torch.device("cpu")), gptqkit.Run(batch_size=3)
+    metric = measure_fisher(FloatModel(tmp_path / "float"), samples(64), alone, how, tmp_path / "none", silent)
+
+    def size(difference):
+        return float(torch.einsum("...i,ij,...j->", difference, metric, difference)) ** 0.5
+
     block = report.blocks[0]
     for path, error in (("learned", block.error), ("plain", block.error_before)):
-        found = float((states[path] - expected).norm() / expected.norm())
+        found = size(states[path] - expected) / size(expected)
         assert abs(found - error) < 1e-3 * error
 
 

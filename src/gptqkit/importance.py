@@ -27,9 +27,9 @@ from .progress import Progress, ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
 from .run import Run
 from .settings import settings_of
-from .streams import float_blocks
 from .subsets import Group, portions
 from .targets import find_targets, misfits, tell
+from .walking import float_blocks
 
 WIDEST = QuantizeConfig(type="q8_0")  # of blocks of 32 columns: the widest choice of Linears
 

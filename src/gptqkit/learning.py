@@ -14,7 +14,6 @@ from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
 from .calibration.batches import in_pieces, out_of_memory, pieces, shuffled
-from .distributed import Processes
 from .export.formats import find_format
 from .progress import Progress, ProgressCallback
 from .quantizer.config import QuantizeConfig
@@ -37,7 +36,7 @@ def learn_block(
     layer: int,
     solved: Mapping[str, Solution],
     streams: Streams,
-    processes: Processes,
+    metric: Tensor | None,
     config: QuantizeConfig,
     progress: ProgressCallback,
 ) -> Learned | None:
@@ -50,11 +49,12 @@ def learn_block(
         layer: Number of the block, whose input the stream "hidden" holds, and whose output "float".
         solved: Solutions, with their latents, by full name.
         streams: The calibration samples.
-        processes: Those that share them.
+        metric: What errors of the output weigh by, (width, width); None where all weigh the same.
         config: Format and number of iterations.
         progress: Called once per iteration.
     """
-    fit, layout, steps = _Fit(layer, list(solved), streams, processes), find_format(config.format), itertools.count(1)
+    processes, layout, steps = streams.processes, find_format(config.format), itertools.count(1)
+    fit = _Fit(layer, list(solved), streams, metric)
 
     def gradients(values: Matrices) -> Mapping[str, Tensor]:
         found = fit.gradients(values)
@@ -82,11 +82,11 @@ def learn_block(
 class _Fit:
     """How far the output of a block is from that of its float twin, for whatever weights its Linears have."""
 
-    def __init__(self, layer: int, names: Sequence[str], streams: Streams, processes: Processes) -> None:
-        self._layer, self._streams, self._processes = layer, streams, processes
+    def __init__(self, layer: int, names: Sequence[str], streams: Streams, metric: Tensor | None) -> None:
+        self._layer, self._streams, self._metric, self._processes = layer, streams, metric, streams.processes
         self._modules = {name: streams.model.model.get_submodule(name) for name in names}
         samples, self._aside = streams.batches.split()
-        size = -(-BATCH // processes.size)
+        size = -(-BATCH // self._processes.size)
         self._piece = min(size, streams.batches.size)
         generator = torch.Generator().manual_seed(layer)
         rounds = (shuffled(samples, size, generator) for _ in itertools.count())
@@ -125,7 +125,7 @@ class _Fit:
         return done[0]
 
     def _distances(self, size: int) -> list[tuple[Tensor, Tensor]]:
-        return [self._streams.distance(self._layer, part) for part in pieces(self._aside, size)]
+        return [self._streams.distance(self._layer, part, self._metric) for part in pieces(self._aside, size)]
 
     def _backward(self, batch: range, size: int) -> dict[str, Tensor]:
         """Return the gradients of some samples, each added up as soon as it is there: not all at once in memory."""
@@ -138,7 +138,7 @@ class _Fit:
                 hooks.append(weight.requires_grad_().register_post_accumulate_grad_hook(take))
             for part in pieces(batch, size):
                 with torch.enable_grad():
-                    distance, _ = self._streams.distance(self._layer, part)
+                    distance, _ = self._streams.distance(self._layer, part, self._metric)
                     if distance.requires_grad:  # else no gradient flows through this block, and nothing moves
                         torch.autograd.backward(distance)
         finally:

@@ -10,6 +10,7 @@ compared with the float model's (gptaq, qep, learned rounding), else 0:
                  9 s n k + s k^2 (2 + p)                while it is refined: also H; codes, Q, E, w as floats
     checkpoint   as the format says, to the byte
     learning     20 n k                                 latent, in units of codes too; its move, slope, gradient
+                 16 vocabulary per token of a sample    before: logits, chances, their sums, gradients (see `fisher`)
 
 What the C library keeps of freed RAM does not count: some 100 MiB.
 """
@@ -38,6 +39,7 @@ from .evaluating import check_length, default_length
 from .export.convert import check_apart
 from .export.formats import find_format
 from .export.shards import JOINED_BYTES
+from .fisher import AT_ONCE
 from .hub import fetch
 from .loading import choose_device
 from .modes import in_plain_modes
@@ -181,6 +183,8 @@ def estimate(
     tokens = min(run.batch_size or LARGEST_BATCH, samples) * (length // 2 + 1 if has_two_stacks(model) else length)
     width = model.config.get_text_config().hidden_size * dtype.itemsize
     states = -(-samples // processes) * width * length * (1 + paired)
+    if config.learn_iterations:
+        states = max(states, min(samples, AT_ONCE) * width * length * len(blocks))
 
     source = _bytes(model, stored)
     output = sum(checkpoint_bytes(model, every, config)) if config.target_size is None else config.target_size
@@ -329,10 +333,11 @@ def _learning_bytes(
     """
     (samples, length), (*blocks, _) = shape, parts
     kept = [6 * max((sum(target.shape) for target in part), default=0) * dtype.itemsize * length for part in blocks]
-    logits = 5 * 4 * length * model.config.get_text_config().vocab_size
+    logits = 4 * length * model.config.get_text_config().vocab_size
     learning = 20 * max(sum(target.weights for target in part) for part in blocks) + max(kept) * min(2, samples)
+    learning = max(learning, 4 * logits)
     stretched = (dtype.itemsize + 4 * (dtype.itemsize < 4)) * sum(target.weights for part in parts for target in part)
-    tuning = 2 * _bytes(model, dtype) + stretched + (sum(kept) + logits) * min(4, samples)
+    tuning = 2 * _bytes(model, dtype) + stretched + (sum(kept) + 5 * logits) * min(4, samples)
     return int(max(learning * (config.learn_iterations > 0), tuning * (config.tune_epochs > 0)))
 
 

@@ -20,6 +20,7 @@ from .assembly import check_block, open_part, stored_module, write_part
 from .calibration.samples import Samples
 from .calibration.statistics import InputStatistics
 from .distributed import Processes
+from .fisher import measure_fisher
 from .identity import versions
 from .job import Job
 from .learning import learn_block
@@ -31,10 +32,11 @@ from .quantizer.quantized import QuantizedWeight
 from .report import BlockReport, ModuleReport, QuantizationReport, TuningReport
 from .run import Run
 from .solving import Measured, Solved, solve_all
-from .streams import Streams, own_batches
+from .streams import Streams
 from .subsets import Group, portions
 from .targets import Target, find_head, find_targets, matrix, misfits, tell
 from .tuning import tune
+from .walking import own_batches
 
 UNCALLED = "no forward pass calls it"
 PROBE = Samples(torch.arange(16, device="cpu")[None])  # what blocks are run on where there is no calibration
@@ -70,6 +72,8 @@ class Pipeline:
         self.targets, self.left = find_targets(model.model, blocks, config)
         self.head = find_head(model.model, config)
         self._tell, self._told = partial(tell, strict=run.strict, log=processes.rank == 0), set[str]()
+        self._run = run
+        self._metric: torch.Tensor | None = None
         self._tell(misfits(self.targets, self.left, config))
         self.calibrated = samples is not None
         self.paired, self.cross = (self.calibrated and needs(config) for needs in (pairs_models, needs_cross))
@@ -94,6 +98,9 @@ class Pipeline:
         layers, finished = len(self.model.blocks), len(self.job.records)
         if finished == layers + (self.head is not None):
             return
+        if self.config.learn_iterations and self.calibrated and finished < layers:
+            where = self.processes, self._run, self.job.out
+            self._metric = measure_fisher(self.model, self.batches.samples, *where, self._progress)
         how = {"paired": self.paired, "cross": self.cross, "skip": self.config.skip_nonfinite}
         streams = Streams(self.model, self.batches, self.processes, **how)
         with self.model.outside(self.device, self.dtype):
@@ -247,7 +254,7 @@ class Pipeline:
         self, layer: int, found: Mapping[str, Solution], solved: dict[str, QuantizedWeight], streams: Streams
     ) -> BlockReport | None:
         """Learn the rounding of a block, and put what came of it in place; None where memory ran out."""
-        learned = learn_block(layer, found, streams, self.processes, self.config, self._progress)
+        learned = learn_block(layer, found, streams, self._metric, self.config, self._progress)
         if learned is None:
             self._install(solved)
             return None

@@ -63,7 +63,7 @@ class BlockReport:
     Attributes:
         layer: Number of the block.
         error: ||B(x) - B~(x~)|| / ||B~(x~)|| on the samples kept aside, of the block B on the quantized model's hidden
-            states and its float twin B~ on the float model's.
+            states and its float twin B~ on the float model's; the norm weighs what changes predictions (see `fisher`).
         error_before: The same of what learning began with.
         codes_changed: Share of the codes that are others now.
     """

@@ -26,10 +26,11 @@ from .quantizer.config import BITS, ModuleOverride, QuantizeConfig
 from .quantizer.gptq import solve_gptq
 from .run import Run
 from .solving import naming
-from .streams import Streams, float_blocks
+from .streams import Streams
 from .subsets import portions
 from .targets import Target, find_head, find_targets, matrix, misfits, tell
 from .units import size_text
+from .walking import float_blocks
 
 _LOG = logging.getLogger("gptqkit")
 SAMPLES = 4  # on which a block shows what an error inside it does to its output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,18 @@ from .calibration.capture import (
     Forward,
     block_call,
     capture_inputs,
+    forwards_replaced,
     hand_on,
     head_input,
     routed_tokens,
     routing,
     trace_inputs,
+    without_cache,
 )
-from .calibration.halves import parts_of
-from .calibration.samples import Samples
 from .calibration.statistics import InputStatistics
 from .distributed import Processes
-from .export.staging import remove_leftovers, scratch
 from .job import Scratch
 from .model import FloatModel
-from .run import LARGEST_BATCH, Run
 from .solving import Measured
 from .stacks import Stack, hidden_states, probe_stack
 from .subsets import Group, Subset, group_subsets
@@ -49,6 +47,7 @@ class Streams:
     with non-finite activations are left out.
 
     Attributes:
+        stacks: How the blocks are called, in the order of their numbers.
         caches: "hidden" and "float": what enters the next block; of an encoder that is done, what left it (`ENCODED`).
         handed: By the same names, what the block before hands on beside, if it does.
     """
@@ -60,7 +59,7 @@ class Streams:
         self.paired, self.cross, self.skip = paired, cross, skip
         self.caches: dict[str, ActivationCache] = {}
         self.handed: dict[str, Handed] = {}
-        self._stacks: list[Stack] = []
+        self.stacks: list[Stack] = []
         self._again: set[str] = set()  # Linears that a block calls several times
 
     def begin(self, job: Scratch, dtype: torch.dtype, place: str) -> int:
@@ -68,7 +67,7 @@ class Streams:
         self._job, self._dtype, self._place = job, dtype, place
         for blocks in self.model.stacks:
             before = self._before(range(1), blocks.start, "hidden")
-            self._stacks.append(probe_stack(self.model, blocks, self.batches, before, dtype))
+            self.stacks.append(probe_stack(self.model, blocks, self.batches, before, dtype))
         if job.states is None:
             return 0
         layer = int(job.states["layer"])
@@ -78,7 +77,7 @@ class Streams:
                 self.handed[whose] = Handed(self.batches.mine, self.caches[whose])
                 job.load_states(stream, self.handed[whose])
                 continue
-            stack = self._stacks[0] if stream in ENCODED.values() else self._stack(layer)
+            stack = self.stacks[0] if stream in ENCODED.values() else self._stack(layer)
             self.caches[stream] = self._cache(stack, job.states_file(stream, layer, again=True))
             job.load_states(stream, self.caches[stream])
         return layer
@@ -86,7 +85,7 @@ class Streams:
     def enter(self, layer: int) -> None:
         """Let embeddings into the caches where block `layer` is the first of a stack."""
         stack = self._stack(layer)
-        self.batches.stack, self.batches.across = self._stacks.index(stack), stack.across
+        self.batches.stack, self.batches.across = self.stacks.index(stack), stack.across
         if layer != stack.blocks.start:
             return
         fresh = ("hidden", "float") if self.paired else ("hidden",)
@@ -169,7 +168,7 @@ class Streams:
     def collect_head(self, head: Target) -> Measured:
         """Run all samples once, and sum up what the output layer receives."""
         statistics = InputStatistics(head.shape[1], self.batches.device, cross=self.cross)
-        self.batches.stack, self.batches.across = len(self._stacks) - 1, False
+        self.batches.stack, self.batches.across = len(self.stacks) - 1, False
         for batch, streams in self.batches.results(self._head_inputs):
             rows = self.batches.counted(batch, streams, None, head.name, routed=False, skip=self.skip)
             statistics.update(*rows)
@@ -192,20 +191,50 @@ class Streams:
         if layer + 1 == stack.blocks.stop:
             self.handed.pop(stream, None)
 
-    def distance(self, layer: int, batch: range) -> tuple[Tensor, Tensor]:
+    def block(self, layer: int) -> Any:
+        """Bring the weights of one block for a while."""
+        return self.model.block(layer, self.batches.device, self._dtype)
+
+    def head(self) -> Any:
+        """Bring the weights of an output layer that has its own for a while."""
+        return self.model.head(self.batches.device, self._dtype)
+
+    def room(self, name: str) -> ActivationCache:
+        """Return room for what leaves every block of the last stack, block by block, of this process's samples."""
+        stack, file = self.stacks[-1], self._job.states_file(name, 0)
+        count = len(stack.blocks) * len(self.batches.mine)
+        return ActivationCache(range(count), stack.shape, stack.dtype, self.batches.device, self._place, file)
+
+    def through(self, batch: range, layer: int, hidden: Tensor) -> Tensor:
+        """Return what leaves block `layer` of a batch where `hidden` enters it, both samples first."""
+        axis = self._stack(layer).axis
+        return self._run(self._call(batch, layer), hidden.movedim(0, axis), self.model.blocks[layer]).movedim(axis, 0)
+
+    def predict(self, batch: range, hidden: Tensor) -> Tensor:
+        """Return the logits of a batch where `hidden`, samples first, leaves the last block."""
+        model, stack = self.model.model, self.stacks[-1]
+        leaving = hand_on(stack.returned, leaving=hidden.movedim(0, stack.axis))
+        before = [*self._before(batch, len(self.model.blocks), "hidden")[:-1], leaving]
+        with forwards_replaced(self.model.blocks, before):
+            logits: Tensor = model(**self.batches.tensors(batch), **without_cache(model)).logits
+        return logits
+
+    def distance(self, layer: int, batch: range, metric: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return how far block `layer` takes a batch from where it is in the float model, which is a block ahead.
 
-        Both are sums over the tokens that count: the squared distances, and the squares of the float model's states.
+        Both are sums over the tokens that count: of xT M x, x the difference, and the same of the float model's states.
+        `metric` is M, (width, width); None for the identity.
         """
-        axis = self._stack(layer).axis
         with torch.no_grad():
-            call, entered = self._call(batch, layer), self.caches["hidden"].read(batch)
+            entered = self.caches["hidden"].read(batch)
             expected = self.caches[self._leaving("float", layer)].read(batch).float()
             left_out = ~self.batches.mask(batch, self.batches.stack).any(1)
             entered = entered.masked_fill(left_out.view(-1, *[1] * (entered.dim() - 1)), 0)  # it may hold NaN
-        states = self._run(call, entered.movedim(0, axis), self.model.blocks[layer]).movedim(axis, 0)
-        lost, whole = (self._of_tokens(each, batch).square().sum() for each in (states.float() - expected, expected))
-        return lost, whole
+        states = self.through(batch, layer, entered)
+        lost, whole = (self._of_tokens(each, batch) for each in (states.float() - expected, expected))
+        if metric is None:
+            return lost.square().sum(), whole.square().sum()
+        return ((lost @ metric) * lost).sum(), ((whole @ metric) * whole).sum()
 
     def _of_tokens(self, states: Tensor, batch: range) -> Tensor:
         """Return hidden states, samples first, with 0 for padding and samples left out."""
@@ -274,12 +303,12 @@ class Streams:
 
     def _stack(self, layer: int) -> Stack:
         """Return the stack of a block; the last one where all are done."""
-        return next((stack for stack in self._stacks if layer in stack.blocks), self._stacks[-1])
+        return next((stack for stack in self.stacks if layer in stack.blocks), self.stacks[-1])
 
     def _leaving(self, stream: str, layer: int) -> str:
         """Return what a stream is called behind block `layer`."""
         stack = self._stack(layer)
-        return ENCODED[stream] if layer + 1 == stack.blocks.stop and stack is not self._stacks[-1] else stream
+        return ENCODED[stream] if layer + 1 == stack.blocks.stop and stack is not self.stacks[-1] else stream
 
     def _read(self, stream: str, batch: range, layer: int) -> Tensor:
         """Return hidden states as block `layer` takes them."""
@@ -302,10 +331,10 @@ class Streams:
     def _before(self, batch: range, layer: int, stream: str) -> list[Forward]:
         """Return what the blocks before block `layer` are to do, so that it is called as in a whole forward pass."""
         before: list[Forward] = []
-        for stack in self._stacks:
+        for stack in self.stacks:
             passed = stack.blocks[: max(0, layer - stack.blocks.start)]
             own = [hand_on(stack.returned)] * len(passed)
-            kept = self.caches.get(stream if stack is self._stacks[-1] else ENCODED[stream])
+            kept = self.caches.get(stream if stack is self.stacks[-1] else ENCODED[stream])
             if passed == stack.blocks and kept is not None:
                 own[-1] = hand_on(stack.returned, leaving=kept.read(batch).movedim(0, stack.axis))
             elif own and stack.beside is not None:
@@ -354,34 +383,3 @@ def _giving(values: Sequence[Any], written: Mapping[str, Mapping[Any, Any]]) -> 
         return values
 
     return forward
-
-
-def own_batches(model: FloatModel, samples: Samples, processes: Processes, run: Run) -> Batches:
-    """Return the samples of this process."""
-    size = run.batch_size or LARGEST_BATCH
-    mine = processes.share(len(samples.input_ids), size)
-    return Batches(samples, parts_of(samples, model.model), mine, size, processes.device)
-
-
-def float_blocks(
-    model: FloatModel, samples: Samples, processes: Processes, run: Run, out: Path, *, skip: bool = False
-) -> Iterator[tuple[int, Streams]]:
-    """Yield the number of every block while it is there, with what runs the samples, and let them through it.
-
-    Hidden states are kept in memory, or where `run` says; on disk beside `out`, which is what is to be written, and
-    only for now, since nothing resumes this. With `skip`, samples with non-finite activations are left out.
-    """
-    batches = own_batches(model, samples, processes, run)
-    dtype = torch.float32 if processes.device.type == "cpu" else model.dtype  # as the pipeline
-    streams = Streams(model, batches, processes, paired=False, cross=False, skip=skip)
-    place = "memory" if run.activations == "auto" else run.activations
-    if processes.rank == 0:
-        remove_leftovers(out)
-    processes.gather(None)  # before any of them makes a new one
-    with scratch(out) as folder, model.outside(processes.device, dtype):
-        streams.begin(Scratch(folder, processes), dtype, place)
-        for layer, block in enumerate(model.blocks):
-            streams.enter(layer)
-            with model.block(layer, processes.device, dtype):
-                yield layer, streams
-                streams.advance("hidden", layer, block, resumable=False)

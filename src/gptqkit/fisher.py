@@ -1,0 +1,163 @@
+"""How much a model's predictions depend on what leaves its blocks, for learned rounding to weigh errors by.
+
+With g the gradient of -log p(token) with respect to what leaves a block at one position, tokens drawn from the model's
+own predictions, F = E[g gT] is the Fisher information: an error d there changes the predictions by about dT F d / 2
+nats. BRECQ (Li et al. 2021, arXiv 2102.05426) takes its diagonal; this is all of it, the mean over the blocks. Some
+samples go forward through the float model, block by block, and gradients back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .calibration.batches import out_of_memory, pieces
+from .calibration.samples import Samples
+from .distributed import Processes
+from .evaluating import is_encoder
+from .model import FloatModel
+from .progress import Progress, ProgressCallback
+from .run import Run
+from .streams import Streams
+from .walking import float_streams
+
+_LOG = logging.getLogger("gptqkit")
+
+SAMPLES = 32  # evenly spaced among those of the calibration
+AT_ONCE = 8  # of each process, of which the states behind every block are kept
+
+
+@torch.no_grad()
+def measure_fisher(
+    model: FloatModel, samples: Samples, processes: Processes, run: Run, out: Path, progress: ProgressCallback
+) -> Tensor | None:
+    """Return F, (width, width) float32, with 1 for the mean of its diagonal.
+
+    It is the mean over the blocks of the last stack, each with the same weight. Where tokens are few, what is beside
+    the diagonal is mostly chance: it counts n / (n + width) for n tokens. Arguments are those of `float_streams`.
+
+    Returns:
+        None where it cannot be known: the model predicts nothing, its blocks hand on more than hidden states, so that
+        they do not run backwards one by one, or memory runs out with a single sample.
+    """
+    if is_encoder(model.model, model.path):
+        return None
+    ids, mask = samples.input_ids, samples.attention_mask
+    chosen = torch.linspace(0, len(ids) - 1, min(SAMPLES, len(ids))).round().long()
+    parts = list(pieces(range(len(chosen)), AT_ONCE * processes.size))
+    sums: list[tuple[Tensor, int]] = []
+    done, steps = True, itertools.count(1)
+    for part in parts:
+        rows = chosen[part.start : part.stop]
+        few = Samples(ids[rows], None if mask is None else mask[rows])
+        try:
+            with float_streams(model, few, processes, run, out) as streams:
+                if streams.stacks[-1].handed is not None:
+                    return None
+                sums.append(_Gradients(streams).moments())
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            done = False
+        if not all(processes.gather(done)):
+            if processes.rank == 0:
+                _LOG.warning("predictions of a sample do not fit into memory; learned rounding takes all errors alike")
+            return None
+        progress(Progress(stage="measure", done=next(steps), total=len(parts)))
+    total = torch.stack([each for each, _ in sums]).sum(0)
+    processes.add_up(total)
+    tokens, mean = sum(processes.gather(sum(count for _, count in sums))), total.diagonal().mean()
+    if not float(mean) > 0:
+        return None
+    diagonal = total.diagonal().clone()
+    total *= tokens / (tokens + len(total))
+    total.diagonal().copy_(diagonal)
+    return total / mean
+
+
+class _Gradients:
+    """The gradients of some samples behind the blocks of the last stack, while what `streams` needs is there."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams, self._blocks = streams, streams.stacks[-1].blocks
+        self._states = streams.room("behind")  # of each block, until gradients take their places
+
+    def moments(self) -> tuple[Tensor, int]:
+        """Return the sum of g gT over tokens, with 1 for the mean of its diagonal per token and block; their number."""
+        streams, batches = self._streams, self._streams.batches
+        for layer, block in enumerate(streams.model.blocks):
+            streams.enter(layer)
+            with streams.block(layer):
+                streams.advance("hidden", layer, block, resumable=False)
+            if layer in self._blocks:
+                self._each(partial(self._keep, layer))
+        with streams.head():
+            for sample in batches.mine:
+                self._predicted(range(sample, sample + 1))
+        tokens = int(batches.mask(batches.mine, len(batches.parts) - 1).sum())
+        total = self._moment(self._blocks[-1])
+        for layer in reversed(self._blocks[1:]):
+            with streams.block(layer):
+                self._each(partial(self._back, layer))
+            total += self._moment(layer - 1)
+        return total * (tokens / len(self._blocks)), tokens
+
+    def _moment(self, layer: int) -> Tensor:
+        """Return the sum of g gT behind a block, with 1 for the mean of its diagonal; 0 where g is 0."""
+        width, mine = self._states.shape[-1], self._streams.batches.mine
+        total = torch.zeros(width, width, device=self._states.device)
+        for sample in mine:
+            rows = self._read(layer, range(sample, sample + 1)).reshape(-1, width).float()
+            total.addmm_(rows.T, rows)
+        return total / total.diagonal().mean().clamp(min=torch.finfo(total.dtype).tiny)
+
+    def _each(self, work: Callable[[range], None]) -> None:
+        for _ in self._streams.batches.results(work):
+            pass
+
+    def _keep(self, layer: int, batch: range) -> None:
+        self._write(layer, batch, self._streams.caches["hidden"].read(batch))
+
+    def _predicted(self, sample: range) -> None:
+        """Put the gradients of a sample's drawn tokens in the place of what left the last block."""
+        batches, hidden = self._streams.batches, self._read(self._blocks[-1], sample)
+        mask = batches.mask(sample, len(batches.parts) - 1)
+        draws = torch.rand(mask.shape, generator=torch.Generator().manual_seed(sample.start)).to(batches.device)
+        with torch.enable_grad():
+            logits = self._streams.predict(sample, hidden.requires_grad_().clone())  # it may be written into
+        chances = logits.detach().float().softmax(-1)
+        drawn = torch.searchsorted(chances.cumsum(-1), draws.unsqueeze(-1)).clamp_(max=chances.shape[-1] - 1)
+        chances.scatter_add_(-1, drawn, torch.full_like(drawn, -1, dtype=chances.dtype))
+        along = chances.mul_(mask.unsqueeze(-1)).to(logits.dtype)
+        self._write(self._blocks[-1], sample, _gradients(logits, hidden, along))
+
+    def _back(self, layer: int, batch: range) -> None:
+        """Bring the gradients of a batch from behind a block to behind the one before it."""
+        hidden = self._read(layer - 1, batch).requires_grad_()
+        with torch.enable_grad():
+            leaving = self._streams.through(batch, layer, hidden.clone())
+        self._write(layer - 1, batch, _gradients(leaving, hidden, self._read(layer, batch)))
+
+    def _read(self, layer: int, batch: range) -> Tensor:
+        return self._states.read(self._place(layer, batch))
+
+    def _write(self, layer: int, batch: range, states: Tensor) -> None:
+        self._states.write(self._place(layer, batch), states)
+
+    def _place(self, layer: int, batch: range) -> range:
+        """Return where the states of a batch behind a block stand."""
+        mine = self._streams.batches.mine
+        start = (layer - self._blocks.start) * len(mine) - mine.start
+        return range(start + batch.start, start + batch.stop)
+
+
+def _gradients(states: Tensor, entered: Tensor, along: Tensor) -> Tensor:
+    """Return the gradients with respect to what entered, from those with respect to what left; 0 for NaN."""
+    found = torch.autograd.grad(states, entered, along, allow_unused=True)[0] if states.requires_grad else None
+    return torch.zeros_like(entered) if found is None else found.nan_to_num(0, 0, 0)

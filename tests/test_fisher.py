@@ -1,0 +1,157 @@
+"""What errors behind blocks weigh: against the divergence of predictions that such errors cause."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+from gptqkit import Run
+from gptqkit.calibration.capture import hand_on
+from gptqkit.calibration.samples import Samples
+from gptqkit.distributed import Processes
+from gptqkit.fisher import SAMPLES, measure_fisher
+from gptqkit.model import FloatModel
+from gptqkit.progress import silent
+from gptqkit.targets import find_blocks
+from support.models import build, overflowing, samples
+from support.pipeline import assert_close
+
+WIDTH = 64
+NORMS = ("model.norm.weight", "transformer.ln_f.weight", "decoder.final_layer_norm.weight")
+
+
+def uneven(name, **changes):
+    """A model whose predictions depend much on some channels, and little on others."""
+    model = build(name, **changes)
+    with torch.no_grad():
+        for owner, parameter in model.named_parameters():
+            if owner in NORMS:
+                parameter.copy_(torch.linspace(0.05, 3, WIDTH).sqrt())
+    return model
+
+
+def measure(model, folder, tokens, progress=silent, **how):
+    model.save_pretrained(folder / "float")
+    alone = Processes(0, 1, torch.device("cpu"))
+    run = Run(**{"device": "cpu", "batch_size": 3, **how})
+    return measure_fisher(FloatModel(folder / "float"), tokens, alone, run, folder / "out", progress)
+
+
+def divergence(model, block, along, tokens):
+    """The mean divergence of predictions, per token, where small errors along some directions stand behind a block."""
+    mask = torch.ones_like(tokens.input_ids, dtype=torch.bool)
+    mask = mask if tokens.attention_mask is None else tokens.attention_mask
+    named = {"input_ids": tokens.input_ids, "attention_mask": mask.long()}
+    generator = torch.Generator().manual_seed(2)
+
+    def disturbed(_module, _arguments, output):
+        states = output[0] if isinstance(output, tuple) else output
+        error = torch.randn(states.shape, generator=generator, dtype=states.dtype) @ along @ along.T
+        states = states + 1e-3 * error * mask.unsqueeze(-1)
+        return (states, *output[1:]) if isinstance(output, tuple) else states
+
+    with torch.no_grad():
+        expected = model(**named).logits.log_softmax(-1)
+        hook = block.register_forward_hook(disturbed)
+        found = sum(
+            (expected.exp() * (expected - model(**named).logits.log_softmax(-1))).sum(-1)[mask].mean() for _ in range(8)
+        )
+        hook.remove()
+    return float(found) / 8
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+def test_errors_weigh_what_they_change_of_predictions(tmp_path, name, padded):
+    model = uneven(name)
+    tokens = samples(SAMPLES, 48)
+    if padded:
+        mask = torch.arange(48)[None] < torch.randint(20, 49, (SAMPLES, 1), generator=torch.Generator().manual_seed(3))
+        tokens = Samples(torch.where(mask, tokens.input_ids, 0), mask)
+    fisher = measure(model, tmp_path, tokens).double()
+    assert_close(fisher, fisher.T)
+    assert float(fisher.diagonal().mean()) == pytest.approx(1)
+    values, directions = torch.linalg.eigh(fisher)
+    assert values[-16:].sum() > 4 * values[:16].sum()  # or there would be nothing to see
+    axes = torch.eye(WIDTH, dtype=torch.float64)
+    model = copy.deepcopy(model).double().eval()
+    blocks = list(find_blocks(model)[0].values())
+    whole = [divergence(model, block, axes, tokens) for block in blocks]
+    for along in (directions[:, -16:], directions[:, 24:40], directions[:, :16], axes[:, :16], axes[:, -16:]):
+        parts = [divergence(model, block, along, tokens) for block in blocks]
+        found = sum(part / all_of_it for part, all_of_it in zip(parts, whole, strict=True)) / len(blocks)
+        expected = float((along.T @ fisher @ along).trace()) / WIDTH
+        assert found == pytest.approx(expected, rel=0.25)
+
+
+def test_of_an_encoder_decoder_it_is_the_decoder(tmp_path):
+    """As if the decoder stood alone, before what the encoder makes of the first halves."""
+    model = uneven("t5", num_layers=2, num_decoder_layers=1)
+    tokens = samples(SAMPLES, 48)
+    fisher = measure(model, tmp_path, tokens).double()
+    first, second = tokens.input_ids[:, :24], tokens.input_ids[:, 23:].clone()
+    second[:, 0] = model.generation_config.decoder_start_token_id
+    model = copy.deepcopy(model).double().eval()
+    block = model.decoder.block[0]
+    with torch.no_grad():
+        expected = model(input_ids=first, decoder_input_ids=second).logits.log_softmax(-1)
+
+    def changed(along):
+        def disturbed(_module, _arguments, output):
+            error = torch.randn(output[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+            return (output[0] + 1e-3 * error @ along @ along.T, *output[1:])
+
+        hook = block.register_forward_hook(disturbed)
+        with torch.no_grad():
+            found = model(input_ids=first, decoder_input_ids=second).logits.log_softmax(-1)
+        hook.remove()
+        return float((expected.exp() * (expected - found)).sum(-1).mean())
+
+    axes = torch.eye(WIDTH, dtype=torch.float64)
+    for along in (axes[:, :16], axes[:, -16:]):
+        part = float((along.T @ fisher @ along).trace()) / WIDTH
+        assert changed(along) / changed(axes) == pytest.approx(part, rel=0.25)
+
+
+def test_batches_and_places_change_nothing_and_nothing_is_left(tmp_path):
+    model, tokens = uneven("qwen2"), samples(20)
+    found = []
+    for how in ({}, {"batch_size": 1}, {"activations": "disk"}):
+        steps = []
+        folder = tmp_path / str(len(found))
+        folder.mkdir()
+        found.append(measure(model, folder, tokens, steps.append, **how))
+        assert [(step.stage, step.done, step.total) for step in steps] == [("measure", part, 3) for part in (1, 2, 3)]
+        assert [entry.name for entry in folder.iterdir()] == ["float"]
+    assert_close(found[1], found[0], rtol=1e-4)
+    assert torch.equal(found[2], found[0])
+
+
+def test_a_sample_with_nan_counts_for_nothing(tmp_path):
+    model, tokens = overflowing("qwen2"), samples(6)  # at token 95
+    clean = tokens.input_ids.clamp(max=94)
+    results = []
+    for filler in (3, 7):
+        ids = clean.clone()
+        ids[2], ids[2, 5] = filler, 95
+        (tmp_path / str(filler)).mkdir()
+        results.append(measure(model, tmp_path / str(filler), Samples(ids)))
+    assert torch.isfinite(results[0]).all()
+    assert torch.equal(*results)
+
+
+def test_what_predicts_nothing_or_does_not_fit_is_not_known(tmp_path, monkeypatch, caplog):
+    assert measure(build("bert"), tmp_path, samples()) is None
+    model = build("qwen2")
+
+    def too_large(*_arguments, **_named):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    def at_the_end(*arguments, **named):
+        return too_large if "leaving" in named else hand_on(*arguments, **named)
+
+    monkeypatch.setattr("gptqkit.streams.hand_on", at_the_end)
+    with caplog.at_level(logging.WARNING):
+        assert measure(model, tmp_path, samples()) is None
+    assert "do not fit into memory" in caplog.text
