@@ -4,6 +4,10 @@ import pytest
 import torch
 
 import gptqkit
+from gptqkit.distributed import Processes
+from gptqkit.fisher import measure_fisher
+from gptqkit.model import FloatModel
+from gptqkit.progress import silent
 from support import gguf_files
 from support.models import build, samples, save
 from support.pipeline import assert_close, dequantized, outputs, quantize
@@ -78,6 +82,16 @@ def test_rounding_is_learned_on_a_gpu_as_well_as_on_a_cpu(tmp_path):
     for ours, theirs in zip(blocks["cuda"], blocks["cpu"], strict=True):
         assert ours.error < ours.error_before
         assert ours.error == pytest.approx(theirs.error, rel=0.1)
+
+
+@pytest.mark.gpu
+def test_errors_weigh_the_same_on_a_gpu(tmp_path):
+    build("llama").save_pretrained(tmp_path / "model")
+    found = []
+    for name in ("cpu", "cuda"):
+        alone, run = Processes(0, 1, torch.device(name)), gptqkit.Run(device=name)
+        found.append(measure_fisher(FloatModel(tmp_path / "model"), samples(64), alone, run, tmp_path / "out", silent))
+    assert_close(found[1].cpu(), found[0], rtol=0.02)  # chances on the edge between two tokens
 
 
 def test_blocks_of_gguf_are_decided_and_decoded_on_a_gpu(gpu, tmp_path):
