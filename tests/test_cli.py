@@ -362,7 +362,7 @@ def test_the_installed_command_from_a_model_to_another_format(example_model, sma
         assert not [line for line in done.stderr.splitlines() if not line.startswith(("gptqkit: ", *stages))]
         return done
 
-    stages = ("quantize: layer ", "learn: layer ", "evaluate: ")
+    stages = ("measure: ", "quantize: layer ", "learn: layer ", "evaluate: ")
     length = ("--sequence-length", 64, "--device", "cpu")
     overrides = ("--skip", "layers.[2-5].", "--override", "down_proj$:bits=8", "--evaluate-on", text)
     done = call("quantize", example_model, out, "--calibration", text, "--samples", 2, *length, *overrides)

@@ -111,7 +111,7 @@ class _Gradients:
     def _moment(self, layer: int) -> Tensor:
         """Return the sum of g gT behind a block, with 1 for the mean of its diagonal; 0 where g is 0."""
         width, mine = self._states.shape[-1], self._streams.batches.mine
-        total = torch.zeros(width, width, device=self._states.device)
+        total = torch.zeros(width, width, dtype=torch.float32, device=self._states.device)
         for sample in mine:
             rows = self._read(layer, range(sample, sample + 1)).reshape(-1, width).float()
             total.addmm_(rows.T, rows)
@@ -128,7 +128,8 @@ class _Gradients:
         """Put the gradients of a sample's drawn tokens in the place of what left the last block."""
         batches, hidden = self._streams.batches, self._read(self._blocks[-1], sample)
         mask = batches.mask(sample, len(batches.parts) - 1)
-        draws = torch.rand(mask.shape, generator=torch.Generator().manual_seed(sample.start)).to(batches.device)
+        generator = torch.Generator().manual_seed(sample.start)
+        draws = torch.rand(mask.shape, generator=generator, dtype=torch.float32).to(batches.device)
         with torch.enable_grad():
             logits = self._streams.predict(sample, hidden.requires_grad_().clone())  # it may be written into
         chances = logits.detach().float().softmax(-1)
