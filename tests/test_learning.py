@@ -83,6 +83,22 @@ def test_blocks_come_nearer_to_the_float_model(tmp_path, name, settings):
         assert abs(found - error) < 1e-3 * error
 
 
+def test_errors_of_an_encoder_weigh_alike(tmp_path):
+    """What its decoder's weigh would not even fit."""
+    model = build("t5gemma")
+    encoder = model.config.encoder.num_hidden_layers
+    assert model.config.encoder.hidden_size != model.config.decoder.hidden_size
+    blocks = quantize(model, tmp_path / "out", samples(16), bits=2, method="rtn", learn_iterations=20).report.blocks
+    assert [block.layer for block in blocks] == list(range(encoder + model.config.decoder.num_hidden_layers))
+    aside = samples(16).input_ids[-2:, :12]
+    quantized, _ = load(tmp_path / "out", device="cpu")
+    with torch.no_grad():
+        found, expected = (
+            each.get_encoder()(aside, output_hidden_states=True).hidden_states[1] for each in (quantized, model)
+        )
+    assert blocks[0].error == pytest.approx(float((found - expected).norm() / expected.norm()), rel=1e-3)
+
+
 def test_of_gguf_only_codes_are_learned(tmp_path):
     gguf_files.save(gguf_files.build(**{**gguf_files.NARROW, "num_hidden_layers": 1}), tmp_path / "float")
     settings = {"type": "Q4_0", "method": "rtn", "group_size": 128, "sym": True}

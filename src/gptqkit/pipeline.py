@@ -254,7 +254,8 @@ class Pipeline:
         self, layer: int, found: Mapping[str, Solution], solved: dict[str, QuantizedWeight], streams: Streams
     ) -> BlockReport | None:
         """Learn the rounding of a block, and put what came of it in place; None where memory ran out."""
-        learned = learn_block(layer, found, streams, self._metric, self.config, self._progress)
+        metric = self._metric if layer in self.model.stacks[-1] else None
+        learned = learn_block(layer, found, streams, metric, self.config, self._progress)
         if learned is None:
             self._install(solved)
             return None
