@@ -32,7 +32,7 @@ export PYTHONPATH="src:tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTH
 mkdir -p "$out"
 : >"$out/$call.txt" && : >"$out/$call.log" || exit 1
 log=$(mktemp) # of the latest step
-nvidia-smi --query-gpu=timestamp,clocks.sm,power.draw,clocks_throttle_reasons.active --format=csv -l 5 >"$out/clocks-$call.csv" &
+nvidia-smi --query-gpu=timestamp,clocks.sm,power.draw,clocks_event_reasons.active --format=csv -l 5 >"$out/clocks-$call.csv" &
 clocks=$!
 trap 'rm -f "$log"; kill $clocks 2>/dev/null' EXIT
 
@@ -44,13 +44,14 @@ skip() { # name, reason
 step() { # name, seconds, command...
     local name=$1 seconds=$2 begin=$SECONDS left=$((deadline - SECONDS)) status
     shift 2
-    if [ "$left" -lt 10 ]; then
+    seconds=$((left < seconds ? left : seconds))
+    if [ "$seconds" -lt 10 ]; then # `timeout 0` would be no limit at all
         failed=1
         skip "$name" "no time is left"
         return 1
     fi
     echo "== $name"
-    timeout --kill-after=5 "$((left < seconds ? left : seconds))" "$@" 2>&1 | tee "$log"
+    timeout --kill-after=5 "$seconds" "$@" 2>&1 | tee "$log"
     status=${PIPESTATUS[0]}
     [ "$status" -eq 0 ] || failed=1
     { echo "== $name" && tail -c 1000000 "$log"; } >>"$out/$call.log"

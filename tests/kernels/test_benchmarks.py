@@ -4,6 +4,8 @@ import argparse
 import dataclasses
 import importlib
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -114,6 +116,21 @@ def test_sanitize(load, run, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch, "device", lambda *_: torch.zeros(0).device)
     run(load("sanitize", BITS=(3,), OUTPUTS=32, COLUMNS=(48,)))
+
+
+def test_the_first_run_starts_nothing_for_which_no_time_is_left(root, tmp_path):
+    """With tools that end at once but for gemm.py, for which the second call leaves what is over but for 30 seconds."""
+    for name, script in {"nvidia-smi": "", "python": 'case "$*" in *gemm.py*) sleep 20;; esac'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    settings = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": "python", "DEADLINE": "30"}
+    command = ["bash", root / "benchmarks" / "gpu_first_run.sh", "second", tmp_path]
+    done = subprocess.run(command, env=os.environ | settings, timeout=15, capture_output=True, check=False)
+    assert done.returncode == 1
+    found = [line.split("; ")[0] for line in (tmp_path / "second.txt").read_text().splitlines()]
+    ended = [f"{name}: status 0 after" for name in ("gpu", "torch", "tune")]
+    assert [line.rsplit(maxsplit=2)[0] for line in found[:3]] == ended
+    assert found[3] == "gemm: skipped, no time is left"
 
 
 def test_without_a_gpu_they_say_so(root, monkeypatch):
