@@ -5,9 +5,9 @@
 Every time is one of CUDA-graph replays over operands that rotate past the L2 cache. Columns: microseconds of the path
 that the library chooses (bytes per second of weight, x and y as a share of what a copy within the GPU's memory moves;
 speed-up over the dense product of the same dtype by cuBLAS); the file has both paths' times. Before it is timed, every
-product is compared with that of the dequantized weight, at every split up to eight; a wrong one ends the program.
-"tinygemm" is torch's own int4 kernel, which computes in bfloat16 only. Writes gemm.json after every column and, where
-matplotlib is installed, gemm.png.
+product is compared with that of the dequantized weight, at every split up to eight; wrong ones are listed in the file,
+and make the program end with 1. "tinygemm" is torch's own int4 kernel, which computes in bfloat16 only. Writes
+gemm.json after every column and, where matplotlib is installed, gemm.png.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def measure_dense(shape, dtype, rows, device) -> dict:
     return {len(x): time_of(functional.linear, weights, x, shape[0]) for x in inputs}
 
 
-def measure_packed(shape, dtype, rows, device, bits, group_size) -> dict:
-    """The product with a packed weight, on both paths and at every split."""
+def measure_packed(shape, dtype, rows, device, bits, group_size, wrong: list[str]) -> dict:
+    """The product with a packed weight, on both paths and at every split; what is not right is added to `wrong`."""
     operands = random_operands(*shape, bits=bits, group_size=group_size, device=device)
     *tensors, bias, bits, group_size, outputs = operands
     sizes = (bits, group_size, outputs)
@@ -72,7 +72,8 @@ def measure_packed(shape, dtype, rows, device, bits, group_size) -> dict:
         for split in SPLITS if count <= LONGEST_FUSED else SPLITS[:2]:
             error = torch.ops.gptqkit.linear(x, *tensors, bias, *sizes, split).float().sub_(expected).norm()
             if not error <= LARGEST_ERROR[dtype] * expected.norm():
-                raise SystemExit(f"wrong: {shape}, {bits} bits, {dtype}, {count} rows, split {split}: {error}")
+                wrong.append(f"{shape}, {bits} bits, {dtype}, {count} rows, split {split}: {error / expected.norm()}")
+                print(f"wrong: {wrong[-1]}", flush=True)
         chosen = launcher.plan(shape_of_layer, count).split
         fused = chosen or unlimited(launcher).plan(shape_of_layer, count).split
         paths = {"fused": fused, "dense": 0} if chosen or count <= LONGEST_FUSED else {"dense": 0}
@@ -171,7 +172,8 @@ def main() -> None:
     device = find_gpu(parser)
     start = time.monotonic()
     copy = copy_bandwidth(device)
-    report = {**describe(device), "copy_bytes_per_second": copy, "group_size": arguments.group_size, "tables": []}
+    report = {**describe(device), "copy_bytes_per_second": copy, "group_size": arguments.group_size}
+    report |= {"wrong": [], "tables": []}
     print(f"{report['device']}, torch {report['torch']}, a copy moves {copy / 1e12:.2f} TB/s")
     for dtype_name, shape_name in itertools.product(arguments.dtypes, arguments.shapes):
         if time.monotonic() - start > arguments.seconds:
@@ -181,7 +183,8 @@ def main() -> None:
         columns = {"cuBLAS": measure_dense(shape, dtype, arguments.rows, device)}
         report["tables"].append({"shape": shape_name, "dtype": dtype_name, "columns": columns})
         for bits in arguments.bits:
-            columns[f"{bits} bits"] = measure_packed(shape, dtype, arguments.rows, device, bits, arguments.group_size)
+            how = (shape, dtype, arguments.rows, device, bits, arguments.group_size)
+            columns[f"{bits} bits"] = measure_packed(*how, report["wrong"])
             write(report, arguments.out / "gemm.json")  # a late failure loses nothing
         if dtype == torch.bfloat16 and 4 in arguments.bits:
             try:
@@ -191,6 +194,8 @@ def main() -> None:
         print_table(f"{shape_name} (out x in), {dtype_name}", columns, copy)
         write(report, arguments.out / "gemm.json")
     plot(report, arguments.out / "gemm.png")
+    if report["wrong"]:
+        raise SystemExit(f"{len(report['wrong'])} products are wrong")
 
 
 if __name__ == "__main__":

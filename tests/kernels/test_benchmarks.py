@@ -66,11 +66,16 @@ def test_gemm(load, run, tmp_path):
     assert [(result["fused_seconds"], result["dense_seconds"]) for result in results] == [(1, 1), (1, 1)]
 
 
-def test_gemm_ends_at_a_wrong_product(load, run, tmp_path, emulation, monkeypatch):
-    module = load("gemm")
-    monkeypatch.setattr(emulation.launcher, "_gemm", lambda *_: 0)
-    with pytest.raises(SystemExit, match="wrong: "):
-        run(module, "--rows", 1, "--shapes", "64x128", "--bits", 3, "--dtypes", "float16", "--out", tmp_path)
+def test_gemm_tells_of_wrong_products_and_goes_on(load, run, tmp_path, emulation, monkeypatch):
+    module, right = load("gemm"), emulation.launcher.linear
+    monkeypatch.setattr(emulation.launcher, "linear", lambda *given: right(*given) * (1.01 if given[-1] == 3 else 1))
+    with pytest.raises(SystemExit, match=r"^2 products are wrong"):
+        run(module, "--rows", 1, "--shapes", "64x128", "--bits", 3, 4, "--dtypes", "float16", "--out", tmp_path)
+    report = json.loads((tmp_path / "gemm.json").read_text())
+    assert [line.partition(":")[0] for line in report["wrong"]] == [
+        f"(64, 128), {bits} bits, torch.float16, 1 rows, split 3" for bits in (3, 4)
+    ]
+    assert report["tables"][0]["columns"].keys() == {"cuBLAS", "3 bits", "4 bits"}
 
 
 def test_model(load, run, tmp_path):
