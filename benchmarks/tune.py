@@ -2,9 +2,10 @@
 
     python benchmarks/tune.py [--out benchmarks/results] [--dry-run]
 
-First the two numbers that decide the split, by the sum of relative times over shapes, bit widths and rows of x; then
-how much of the dense weight to make at a time; then, for each bit width, the rows from which dequantizing and a dense
-product is faster than the fused kernel. Both files, the constants and all times behind them (tune.json in --out), are
+First the two numbers that decide the split, by the sum of relative times over shapes, bit widths and rows of x, beside
+the times of other splits, which tell whether any two numbers decide well; then how much of the dense weight to make at
+a time; then, for each bit width, the rows from which dequantizing and a dense product is faster than the fused kernel.
+Both files, the constants and all times behind them (tune.json in --out), are
 written after every phase, so that a run that is cut off leaves what it found.
 """
 
@@ -20,12 +21,13 @@ import torch
 from layers import random_operands, shape_of
 from timing import clone_tensors, copies_past_cache, describe, find_gpu, graph_time, write
 
-from gptqkit.kernels.ops import BITS, DEVICES, Launcher, file_name, launcher_for
+from gptqkit.kernels.ops import BITS, DEVICES, Launcher, Tuning, file_name, launcher_for
 
 SHAPES = ((8192, 28672), (4096, 4096), (4096, 14336), (1024, 4096))  # (out, in)
 ROWS = (1, 8, 16, 32, 64)
 BLOCK_INPUTS = (64, 128, 256, 512, 1024)
 PART_BYTES = (256, 1024, 4096)
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # timed whatever the numbers say: most of those agree
 DENSE_SHAPES = ((8192, 28672), (28672, 8192), (4096, 4096))
 DENSE_ROWS = (512, 2048)
 DENSE_MEGABYTES = (16, 32, 64, 128, 512)
@@ -51,26 +53,32 @@ def time_split(launcher: Launcher, weights: list[tuple], x: torch.Tensor, split:
 
 
 def find_split(launcher: Launcher, times: list) -> dict[str, int]:
-    """The constants whose plans take the least time."""
+    """The constants whose plans take the least time; of those that plan alike, the nearest to the defaults."""
     choices = list(itertools.product(BLOCK_INPUTS, PART_BYTES))
     loss = dict.fromkeys(choices, 0.0)
     for shape, bits in itertools.product(SHAPES, BITS):
         weights = operands(shape, bits, launcher)
+        fresh = with_constants(launcher)  # a graph keeps its locks for good, and there are not enough for all of these
         for rows in ROWS:
             x = torch.randn(rows, shape[1], dtype=torch.float16, device=launcher.device)
-            seconds: dict[int, float] = {}
             splits = {}
             for choice in choices:
                 other = with_constants(launcher, block_inputs=choice[0], part_bytes=choice[1], crossover=ALWAYS)
-                split = splits[choice] = other.plan(shape_of(weights[0], shape[1], x.dtype), rows).split
-                if split not in seconds:
-                    seconds[split] = time_split(launcher, weights, x, split)
+                splits[choice] = other.plan(shape_of(weights[0], shape[1], x.dtype), rows).split
+            tried = sorted({*splits.values(), *(split for split in SPLITS if split <= shape[1] // 64)})
+            seconds = {split: time_split(fresh, weights, x, split) for split in tried}
             best = min(seconds.values())
             for choice, split in splits.items():
                 loss[choice] += math.log(seconds[split] / best)
             times.append({"shape": shape, "bits": bits, "rows": rows, "seconds_by_split": seconds})
             print(f"{shape} {bits} bits, {rows} rows: " + ", ".join(f"{s}: {t * 1e6:.1f}" for s, t in seconds.items()))
-    return dict(zip(("block_inputs", "part_bytes"), min(choices, key=loss.__getitem__), strict=True))
+
+    def far(choice: tuple[int, int]) -> float:
+        return abs(math.log(choice[0] / Tuning.block_inputs)) + abs(math.log(choice[1] / Tuning.part_bytes))
+
+    found = min(choices, key=lambda choice: (loss[choice], far(choice)))
+    print(f"plans take {math.exp(loss[found] / len(times)):.3f} times as long as the best splits, on average")
+    return dict(zip(("block_inputs", "part_bytes"), found, strict=True))
 
 
 def find_dense_bytes(launcher: Launcher, times: list) -> int:

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from gptqkit.kernels.ops import BITS, tuning_for
+from gptqkit.kernels.ops import BITS, Tuning, tuning_for
 
 
 def run_once(work, operands, **_):
@@ -101,13 +101,14 @@ def test_quantizing(load, run, tmp_path):
 
 def test_tune(load, run, tmp_path):
     shapes = {"SHAPES": ((64, 1024), (128, 128)), "DENSE_SHAPES": ((128, 128),), "DENSE_ROWS": (120,)}
-    module = load("tune", DEVICES=tmp_path / "devices", ROWS=(1, 32), MANY=(64, 120), **shapes)
+    module = load("tune", DEVICES=tmp_path / "devices", ROWS=(1, 32), SPLITS=(1,), MANY=(64, 120), **shapes)
     run(module, "--out", tmp_path)
     assert [path.name for path in (tmp_path / "devices").iterdir()] == ["emulated-gpu.json"]
     tuning = tuning_for("Emulated GPU", tmp_path / "devices")
     assert tuning.crossover == dict.fromkeys(BITS, 64)
     report = json.loads((tmp_path / "tune.json").read_text())
-    assert report["constants"]["block_inputs"] == tuning.block_inputs
+    assert report["constants"]["block_inputs"] == tuning.block_inputs == Tuning.block_inputs  # all took as long
+    assert all("1" in each["seconds_by_split"] for each in report["times"][: 2 * 4 * 2])
     assert len(report["times"]) == 2 * 4 * 2 + 5 + 4 * 2 * 2
 
 
