@@ -23,7 +23,7 @@ from gptqkit.errors import (
 from gptqkit.export.checkpoint import open_checkpoint
 from gptqkit.export.scaled import says_quantized
 from gptqkit.kernels.linear import CpuLinear, QuantLinear
-from gptqkit.loading import load, load_float
+from gptqkit.loading import choose_device, load, load_float
 from support.models import OTHERS, build, save
 from support.pipeline import dequantized, outputs, quantize
 
@@ -174,6 +174,15 @@ def test_what_does_not_fit_the_model_is_named(name, removed, added, config, mess
     edit(path / "config.json", **config)
     with pytest.raises(CheckpointError, match=message):
         load(path, device="cpu")
+
+
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
+    """By number: in a thread of its own, as transformers has to read files, "cuda" would be another."""
+    for name, answer in {"is_available": True, "device_count": 3, "current_device": 1}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    for device in ("auto", "cuda", torch.device("cuda"), "cuda:1"):
+        assert choose_device(device) == torch.device("cuda", 1)
+    assert choose_device("cuda:2") == torch.device("cuda", 2)
 
 
 def test_bad_requests(checkpoint, tmp_path):

@@ -214,6 +214,7 @@ def machine(monkeypatch):
         monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=disk))
         monkeypatch.setattr("torch.cuda.device_count", lambda: int(gpu is not None))
         monkeypatch.setattr("torch.cuda.is_available", lambda: gpu is not None)
+        monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (gpu, gpu))
         for used in ("memory_reserved", "memory_allocated"):
             monkeypatch.setattr(f"torch.cuda.{used}", lambda _: 0)

@@ -245,9 +245,12 @@ def load_float(
 
 
 def choose_device(device: torch.device | str) -> torch.device:
-    """Return the device meant by `device`; "auto" is torch's current NVIDIA GPU if there is one, else the CPU."""
+    """Return the device meant by `device`; "auto" is torch's current NVIDIA GPU if there is one, else the CPU.
+
+    A GPU has its number: the threads in which transformers reads files have a current GPU of their own.
+    """
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         place = torch.device(device)
     except RuntimeError as error:
@@ -257,7 +260,7 @@ def choose_device(device: torch.device | str) -> torch.device:
     found = torch.cuda.device_count()
     if place.type == "cuda" and (place.index or 0) >= found:
         raise ConfigError(f"device is {device!r}, but torch sees {found} NVIDIA GPUs; give auto or cpu")
-    return place
+    return torch.device("cuda", torch.cuda.current_device()) if place.type == "cuda" and place.index is None else place
 
 
 def _choose_dtype(dtype: torch.dtype | str, stored: torch.dtype, device: torch.device) -> torch.dtype:

@@ -215,6 +215,7 @@ def simulated_gpu() -> Iterator[None]:
         "_lazy_init": None,
         "is_available": True,
         "device_count": 1,
+        "current_device": 0,
         "empty_cache": None,
         "mem_get_info": (8 << 30, 8 << 30),
         "get_device_properties": SimpleNamespace(name="Simulated GPU", multi_processor_count=8, major=9, minor=0),
