@@ -3,8 +3,8 @@
     python benchmarks/quantizing.py [--out benchmarks/results] [--quality fast balanced] [--blocks 2] [--samples 32]
 
 Seconds per block, with reading, solving, checking and writing; of these, what passed before a Linear was solved, and
-before a step of learning was done. The weights are random: speed hardly depends on them, and quality is not
-measured here. Writes quantizing.json.
+before a step of learning was done. A small model goes before, so that loading CUDA's libraries does not count. The
+weights are random: speed hardly depends on them, and quality is not measured here. Writes quantizing.json.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import gptqkit
 from gptqkit.progress import Progress
 
 SIZES = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
 VOCABULARY = 1024
 
 
@@ -45,6 +46,17 @@ def measure(folder: Path, tokens: torch.Tensor, config: gptqkit.QuantizeConfig, 
     return {"seconds": time.perf_counter() - start, "stages": seconds, "peak_bytes": peak}
 
 
+def measure_random(
+    sizes: dict[str, int], tokens: torch.Tensor, config: gptqkit.QuantizeConfig, device: torch.device
+) -> dict[str, Any]:
+    """The row of a random model of given sizes, in bfloat16."""
+    shape = LlamaConfig(**sizes, vocab_size=VOCABULARY, dtype=torch.bfloat16, max_position_embeddings=tokens.shape[1])
+    with tempfile.TemporaryDirectory() as folder:
+        with device:
+            LlamaForCausalLM(shape).to(torch.bfloat16).save_pretrained(Path(folder) / "float")
+        return measure(Path(folder), tokens, config, device)
+
+
 def main() -> None:
     """Measure every quality and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -58,15 +70,14 @@ def main() -> None:
     device = find_gpu(parser)
     settings = {name: getattr(arguments, name) for name in ("bits", "blocks", "samples", "length")}
     report: dict[str, Any] = {**describe(device), **settings, "qualities": {}}
-    sizes = {**SIZES, "num_hidden_layers": arguments.blocks, "vocab_size": VOCABULARY}
     tokens = torch.randint(VOCABULARY, (arguments.samples, arguments.length))
-    for quality in arguments.quality:
-        with tempfile.TemporaryDirectory() as folder:
-            config = LlamaConfig(**sizes, dtype=torch.bfloat16, max_position_embeddings=arguments.length)
-            with device:
-                LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(Path(folder) / "float")
-            how = gptqkit.QuantizeConfig(bits=arguments.bits, sym=False, quality=quality)
-            row = measure(Path(folder), tokens, how, device)
+    how = {
+        quality: gptqkit.QuantizeConfig(bits=arguments.bits, sym=False, quality=quality)
+        for quality in arguments.quality
+    }
+    measure_random({**SMALL, "num_hidden_layers": 1}, tokens[:2], how[arguments.quality[-1]], device)
+    for quality, config in how.items():
+        row = measure_random({**SIZES, "num_hidden_layers": arguments.blocks}, tokens, config, device)
         report["qualities"][quality] = row
         write(report, arguments.out / "quantizing.json")  # a late failure loses nothing
         stages = ", ".join(f"{stage} {each / arguments.blocks:.1f}" for stage, each in row["stages"].items())
