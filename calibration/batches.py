@@ -176,10 +176,12 @@ def in_pieces(work: Callable[[int], _Result], size: int) -> tuple[_Result, int]:
         except RuntimeError as error:
             if size == 1 or not out_of_memory(error):
                 raise
-            size //= 2
+        size //= 2
+        torch.cuda.empty_cache()  # cuBLAS, of which every thread has its own, and others allocate by themselves
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether torch found too little memory, on a GPU or for a CPU, where it has no error of its own for that."""
-    said = ("can't allocate memory", "Cannot allocate memory", "failed to map segment")
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in said)
+    """Whether torch found too little memory: its own error, CUDA's, of CUDA's libraries, or for a CPU."""
+    on_gpu = ("CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
+    on_cpu = ("can't allocate memory", "Cannot allocate memory", "failed to map segment")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in on_gpu + on_cpu)

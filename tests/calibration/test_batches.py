@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gptqkit.calibration.batches import Batches
+from gptqkit.calibration.batches import Batches, in_pieces
 from gptqkit.calibration.samples import Samples
 from gptqkit.errors import NonFiniteError
 
@@ -57,3 +57,27 @@ def test_some_samples_are_kept_aside_to_choose_by(count, left_out, learned, asid
     batches = Batches(samples, [samples], range(count), 3, torch.device("cpu"))
     batches.counts[left_out] = False
     assert batches.split() == (learned, aside)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_out_of_memory_is_known_by_whatever_says_it(error, monkeypatch):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+
+    def work(size):
+        if size > 1:
+            raise error
+        return "done"
+
+    assert in_pieces(work, 4) == ("done", 1)
+    assert emptied == [1, 1]
+    with pytest.raises(RuntimeError, match="shapes"):
+        in_pieces(lambda _: (_ for _ in ()).throw(RuntimeError("shapes do not fit")), 4)
