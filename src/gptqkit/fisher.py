@@ -8,6 +8,7 @@ samples go forward through the float model, block by block, and gradients back.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .calibration.batches import out_of_memory, pieces
 from .calibration.samples import Samples
@@ -104,7 +105,8 @@ class _Gradients:
         total = self._moment(self._blocks[-1])
         for layer in reversed(self._blocks[1:]):
             with streams.block(layer):
-                self._each(partial(self._back, layer))
+                twin = copy.deepcopy(streams.model.blocks[layer])  # some keep states, which then would have gradients
+                self._each(partial(self._back, layer, twin))
             total += self._moment(layer - 1)
         return total * (tokens / len(self._blocks)), tokens
 
@@ -138,11 +140,11 @@ class _Gradients:
         along = chances.mul_(mask.unsqueeze(-1)).to(logits.dtype)
         self._write(self._blocks[-1], sample, _gradients(logits, hidden, along))
 
-    def _back(self, layer: int, batch: range) -> None:
+    def _back(self, layer: int, block: nn.Module, batch: range) -> None:
         """Bring the gradients of a batch from behind a block to behind the one before it."""
         hidden = self._read(layer - 1, batch).requires_grad_()
         with torch.enable_grad():
-            leaving = self._streams.through(batch, layer, hidden.clone())
+            leaving = self._streams.through(batch, layer, block, hidden.clone())
         self._write(layer - 1, batch, _gradients(leaving, hidden, self._read(layer, batch)))
 
     def _read(self, layer: int, batch: range) -> Tensor:

@@ -205,10 +205,10 @@ class Streams:
         count = len(stack.blocks) * len(self.batches.mine)
         return ActivationCache(range(count), stack.shape, stack.dtype, self.batches.device, self._place, file)
 
-    def through(self, batch: range, layer: int, hidden: Tensor) -> Tensor:
-        """Return what leaves block `layer` of a batch where `hidden` enters it, both samples first."""
+    def through(self, batch: range, layer: int, block: nn.Module, hidden: Tensor) -> Tensor:
+        """Return what leaves `block`, of number `layer`, of a batch where `hidden` enters it, both samples first."""
         axis = self._stack(layer).axis
-        return self._run(self._call(batch, layer), hidden.movedim(0, axis), self.model.blocks[layer]).movedim(axis, 0)
+        return self._run(self._call(batch, layer), hidden.movedim(0, axis), block).movedim(axis, 0)
 
     def predict(self, batch: range, hidden: Tensor) -> Tensor:
         """Return the logits of a batch where `hidden`, samples first, leaves the last block."""
@@ -230,7 +230,7 @@ class Streams:
             expected = self.caches[self._leaving("float", layer)].read(batch).float()
             left_out = ~self.batches.mask(batch, self.batches.stack).any(1)
             entered = entered.masked_fill(left_out.view(-1, *[1] * (entered.dim() - 1)), 0)  # it may hold NaN
-        states = self.through(batch, layer, entered)
+        states = self.through(batch, layer, self.model.blocks[layer], entered)
         lost, whole = (self._of_tokens(each, batch) for each in (states.float() - expected, expected))
         if metric is None:
             return lost.square().sum(), whole.square().sum()
