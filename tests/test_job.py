@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import gptqkit
 from gptqkit import identity, job
@@ -333,6 +334,26 @@ def test_a_temporary_folder_too_small_for_a_loaded_model_is_named(tmp_path, monk
     monkeypatch.setattr(model, "save_pretrained", refuse)
     with pytest.raises(OSError, match=r"gptqkit-\w+ does not take the model .*No space left.*; set TMPDIR to a folder"):
         quantize(model, "rtn", tmp_path / "out")
+
+
+@pytest.mark.parametrize("change", ["adapter", "fewer blocks", "shared", "meta"])
+def test_a_loaded_model_that_its_files_do_not_describe_is_refused_in_its_own_terms(change, tmp_path):
+    model = build("mistral")
+    layers = model.model.layers
+    said = (
+        r"what transformers saves of the loaded MistralForCausalLM lacks model\.layers\.\d\.[^;]*; give a plain float"
+    )
+    if change == "adapter":  # a Linear inside another module, as peft has it
+        layers[0].mlp.up_proj = nn.ModuleDict({"base_layer": layers[0].mlp.up_proj})
+    elif change == "fewer blocks":
+        model.model.layers = layers[:1]
+    elif change == "shared":
+        layers[1].mlp.up_proj.weight, said = layers[0].mlp.up_proj.weight, "cannot save the loaded .* shared tensors"
+    else:
+        model, said = model.to("meta"), "cannot save the loaded MistralForCausalLM: .* meta"
+    with pytest.raises(ArchitectureError, match=said):
+        quantize(model, "rtn", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 # Refused jobs

@@ -21,7 +21,14 @@ from .calibration.config import Calibration, calibration_of
 from .calibration.halves import vocabulary
 from .calibration.samples import Samples, load_samples, load_text
 from .distributed import Processes, join
-from .errors import ArchitectureError, CalibrationError, ConfigError, DoesNotFitError, OutputExistsError
+from .errors import (
+    ArchitectureError,
+    CalibrationError,
+    CheckpointError,
+    ConfigError,
+    DoesNotFitError,
+    OutputExistsError,
+)
 from .evaluating import check_length, check_text_to_text, default_length, evaluate, is_encoder
 from .evaluation.config import Evaluation
 from .evaluation.perplexity import cut_windows
@@ -265,9 +272,20 @@ def on_disk(model: str | Path | PreTrainedModel) -> Iterator[tuple[str | Path, s
                 model.save_pretrained(folder)
         except SafetensorError as error:
             raise OSError(f"{folder} does not take the model ({error}); set TMPDIR to a folder with room") from error
+        except RuntimeError as error:  # weights on the meta device, or shared where their class does not know of it
+            raise ArchitectureError(f"transformers cannot save the loaded {type(model).__name__}: {error}") from error
         finally:
             vars(model.config).update(before)  # transformers writes dtype and class into it
-        yield folder, name
+        try:
+            yield folder, name
+        except CheckpointError as error:
+            if folder not in str(error):
+                raise
+            raise ArchitectureError(
+                f"what transformers saves of the loaded {type(model).__name__} "
+                f"{str(error).split(';')[0].removeprefix(folder).strip()}; give a plain float model, with adapters "
+                "merged, pruning made permanent, and a config that describes it"
+            ) from error
 
 
 def drawn_samples(source: FloatModel, calibration: Calibration, tokenizer: Any) -> Samples:
