@@ -105,7 +105,7 @@ class QuantizeConfig:
         float64: Factorize and sweep in double precision.
         skip_nonfinite: Leave out, and count, calibration samples with NaN or infinity in their activations, instead of
             stopping.
-        lm_head: Quantize the output layer too, unless it is tied to the embedding.
+        lm_head: Quantize the output layer too, which must not be tied to the embedding.
         overrides: Settings for single modules by regular expression, matched with `re.search` against the module's full
             name; the first match counts. Each is a `ModuleOverride` or a dictionary of its fields.
         format: Checkpoint format; "gptq" is version 1, which has no zero point 0. "awq" and "marlin" hold 4 bits, and
