@@ -364,7 +364,8 @@ def _odd_size(layers: Mapping[str, LayerSpec], *units: tuple[int, int]) -> str:
             pairs = ", or ".join(
                 f"inputs that are multiples of {first} and outputs of {second}" for first, second in units
             )
-            return f"needs {pairs}; {name} has {spec.in_features} and {spec.out_features}"
+            others = "" if outputs == spec.out_features else ", with what it is fused with,"
+            return f"needs {pairs}; {name}{others} has {spec.in_features} and {outputs}"
     return ""
 
 

@@ -71,6 +71,13 @@ def test_what_gpus_can_share(sizes, count, reason):
     assert reason in " ".join(found.reasons)
 
 
+def test_sizes_that_do_not_fit_are_those_that_were_judged():
+    fused = llama(hidden=256, inner=768, heads=16, shared=1)["vLLM"].warnings  # 256 + 16 + 16 outputs together
+    assert "q_proj, with what it is fused with, has 256 and 288" in " ".join(fused)
+    alone = llama(inner=4 * 36, count=4, group=None)["vLLM"].reasons
+    assert "down_proj has 36 and 4096" in " ".join(alone)
+
+
 def test_words_are_not_cut_between_gpus():
     assert llama(inner=48, group=None)["SGLang"].loads
     assert llama(inner=48, group=None, count=2)["SGLang"].loads
