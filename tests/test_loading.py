@@ -195,7 +195,7 @@ def test_bad_requests(checkpoint, tmp_path):
     for device in ("gpu", "meta", "cuda:99"):
         with pytest.raises(ConfigError, match=f"device is '{device}'"):
             load(checkpoint, device=device)
-    with pytest.raises(CheckpointError, match=r"give its directory to gptqkit\.load"):
+    with pytest.raises(CheckpointError, match=r"is quantized; give the float model"):
         load_float(checkpoint)
     with pytest.raises(DatasetUnavailableError, match="nowhere"):
         load_float(tmp_path / "nowhere")

@@ -226,7 +226,7 @@ def load_float(
         config = open_config(path_or_id, trust_remote_code=trust_remote_code)
         scaled = hasattr(config, "quantization_config")
         if not is_float(config):
-            raise CheckpointError(f"{path_or_id} is quantized; give its directory to gptqkit.load")
+            raise CheckpointError(f"{path_or_id} is quantized; give the float model")
         wanted = _choose_dtype(dtype, config.dtype or torch.float32, place)
         if not scaled and Path(path_or_id).is_dir():  # transformers would take FP8 for what it is without scales
             scaled = bool(FloatShards(Shards.of_folder(Path(path_or_id)), wanted).scaled)
