@@ -273,6 +273,7 @@ REFUSED = [
     (ArchitectureError, "model is a Linear", {"model": nn.Linear(32, 32)}),
     (ArchitectureError, "ResNetModel has no embedding of token ids", {"model": WITHOUT_TOKENS}),
     (ConfigError, r"'donw_proj' matches no Linear .* example model.layers.0.self_attn.q_proj", {"overrides": MISSPELT}),
+    (ConfigError, r"'head' matches no Linear .* is with lm_head only", {"overrides": {"head": {"bits": 8}}}),
     (ArchitectureError, "no module is left to quantize: the overrides skip them all", {"overrides": {"": SKIP}}),
     (ConfigError, "a type, which only GGUF knows", {"overrides": {"q_proj": {"type": "q4_0"}}}),
     (ConfigError, "lm_head shares its weight with an input embedding", {"lm_head": True}),

@@ -166,12 +166,14 @@ def find_targets(
         ConfigError: Settings that the format cannot hold, or an override that matches none.
         ArchitectureError: The overrides leave nothing to quantize.
     """
-    names = [name for name, module in model.named_modules() if is_matrix(module)]
-    for pattern in config.overrides:
-        if not any(re.search(pattern, name) for name in names):
+    every = {name: module for name, module in model.named_modules() if is_matrix(module)}
+    inside, head = tuple(f"{path}." for path in blocks), output_layer(model) if config.lm_head else None
+    names = [name for name, module in every.items() if name.startswith(inside) or module is head]
+    for pattern, override in config.overrides.items():
+        if not any(re.search(pattern, name) for name in (every if override.skip else names)):
             raise ConfigError(
-                f"the override {pattern!r} matches no Linear of {type(model).__name__}, which has for example "
-                f"{', '.join(names[:3])}; correct the pattern or leave it out"
+                f"the override {pattern!r} matches no Linear of {type(model).__name__} that is quantized (the output "
+                f"layer is with lm_head only), for example {', '.join(names[:3])}; correct the pattern or leave it out"
             )
     targets: list[list[Target]] = []
     left: dict[str, str] = {}
