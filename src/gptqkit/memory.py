@@ -182,11 +182,9 @@ def estimate(
     samples, length = shape or PROBE.input_ids.shape
     tokens = min(run.batch_size or LARGEST_BATCH, samples) * (length // 2 + 1 if has_two_stacks(model) else length)
     width = model.config.get_text_config().hidden_size * dtype.itemsize
-    states = -(-samples // processes) * width * length * (1 + paired)
-    if config.learn_iterations:
-        states = max(states, min(samples, AT_ONCE) * width * length * len(blocks))
+    behind = min(samples, AT_ONCE) * len(blocks) * (config.learn_iterations > 0)
+    states = width * length * max(-(-samples // processes) * (1 + paired), behind)
 
-    source = _bytes(model, stored)
     output = sum(checkpoint_bytes(model, every, config)) if config.target_size is None else config.target_size
     block = max(_bytes(each, dtype) for each in blocks)
     statistics = max(_pass_bytes(part, cross) for part in parts) if shape else 0
@@ -221,7 +219,7 @@ def estimate(
         least={"RAM" if on_cpu else "GPU memory": block + statistics // 2, "disk": output},
         activations=place,
         blocks=len(blocks),
-        source_bytes=source,
+        source_bytes=_bytes(model, stored),
         output_bytes=output,
     )
 
