@@ -15,7 +15,7 @@ from .inspect import CheckpointSummary, inspect
 from .readers import TRANSFORMERS
 from .shards import read_json, some
 
-HEAT_MAP = "heatmap.png"
+HEAT_MAP = "heatmap.svg"
 """The picture that a card shows where it stands beside it: errors against plain rounding."""
 
 LONGEST_MATTER = 1 << 16  # characters of front matter that are parsed

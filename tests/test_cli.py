@@ -370,8 +370,8 @@ def test_the_installed_command_from_a_model_to_another_format(example_model, sma
     assert done.stdout.endswith(f"written to {out}\n")
     assert "quantize:" not in done.stdout
 
-    assert (out / "heatmap.png").read_bytes() == gptqkit.report_png(out)
-    assert "](heatmap.png)\n" in (out / "README.md").read_text(encoding="utf-8")
+    assert (out / "heatmap.svg").read_text(encoding="utf-8") == gptqkit.report_svg(out)
+    assert "](heatmap.svg)\n" in (out / "README.md").read_text(encoding="utf-8")
 
     done = call("evaluate", out, "--dataset", text, *length, "--json")
     scores = json.loads(done.stdout)
@@ -398,7 +398,7 @@ def test_the_readme_runs_as_it_is_written(root, tmp_path):
     for command in ([sys.executable, "-c", code], ["bash", "-ec", shell]):
         done = run(command, cwd=tmp_path, **path)
         assert done.returncode == 0, done.stderr
-    assert {"out-w4", "out-w3", "out-v1", "heatmap.png"} <= {file.name for file in tmp_path.iterdir()}
+    assert {"out-w4", "out-w3", "out-v1", "heatmap.svg"} <= {file.name for file in tmp_path.iterdir()}
     assert (tmp_path / "out-w3" / "quantization_report.html").exists()
 
 

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from .memory import MemoryEstimate as MemoryEstimate
     from .memory import plan as plan
     from .page import report_html as report_html
-    from .page import report_png as report_png
+    from .page import report_svg as report_svg
     from .progress import Progress as Progress
     from .quantizer.config import ModuleOverride as ModuleOverride
     from .quantizer.config import QuantizeConfig as QuantizeConfig
@@ -89,7 +89,7 @@ _HOMES = {
     "importance": "imatrix",
     "loading": "load",
     "memory": "MemoryEstimate plan",
-    "page": "report_html report_png",
+    "page": "report_html report_svg",
     "progress": "Progress",
     "quantizer.config": "ModuleOverride QuantizeConfig",
     "quantizer.quantized": "QuantizedWeight",

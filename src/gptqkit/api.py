@@ -45,7 +45,7 @@ from .loading import choose_device, load_tokenizer, open_tokenizer
 from .memory import estimate
 from .model import FloatModel
 from .modes import in_plain_modes
-from .page import report_png
+from .page import report_svg
 from .pipeline import Pipeline
 from .progress import ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
@@ -172,7 +172,7 @@ def _describe(checkpoint: Path, report: QuantizationReport, source: FloatModel) 
     """Write report, heat map and model card."""
     write_report(checkpoint, report.to_dict())
     if any(row.layer is not None and row.error is not None for row in report.modules):
-        (checkpoint / HEAT_MAP).write_bytes(report_png(checkpoint))
+        (checkpoint / HEAT_MAP).write_text(report_svg(checkpoint), encoding="utf-8")
     write_card(checkpoint, source.path)
 
 

@@ -137,7 +137,7 @@ def _add_readers(parsers: Any) -> None:
         help="page to write or replace (default: quantization_report.html in OUT); it needs no network and no script",
     )
     report.add_argument(
-        "--png", metavar="FILE", type=Path, help="also write the heat map of errors as an image, for a model card"
+        "--svg", metavar="FILE", type=Path, help="also write the heat map of errors as an image, for a model card"
     )
 
     look = _add_command(parsers, commands.inspect)

@@ -131,16 +131,16 @@ def compare(arguments: argparse.Namespace) -> None:
 def report(arguments: argparse.Namespace) -> None:
     """Draw a checkpoint's quantization report as a page for a browser."""
     file = arguments.html or arguments.checkpoint / "quantization_report.html"
-    if arguments.png is not None and arguments.png.resolve() == file.resolve():
-        raise ConfigError(f"{file} cannot be both page and picture; give --png another file")
+    if arguments.svg is not None and arguments.svg.resolve() == file.resolve():
+        raise ConfigError(f"{file} cannot be both page and picture; give --svg another file")
     page = gptqkit.report_html(arguments.checkpoint)
     if arguments.html is None:
         file.unlink(missing_ok=True)  # a link that came with a downloaded checkpoint is not followed
-    files = {file: page.encode()}
-    if arguments.png is not None:
-        files[arguments.png] = gptqkit.report_png(arguments.checkpoint)
-    for file, data in files.items():
-        file.write_bytes(data)
+    files = {file: page}
+    if arguments.svg is not None:
+        files[arguments.svg] = gptqkit.report_svg(arguments.checkpoint)
+    for file, text in files.items():
+        file.write_text(text, encoding="utf-8")
         print(f"written to {file}")
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from .heatmap import GAIN, LOSS, Cell, HeatMap, label_every
+from .heatmap import Cell, HeatMap
 
-PALETTE = f"""
-:root {{ color-scheme: light dark; --back: #fff; --ink: #1b1f24; --faint: #59636e; --rule: #d5dae0;
-  --gain: rgb{GAIN}; --loss: rgb{LOSS} }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --back: #14171b; --ink: #e6e9ed; --faint: #9aa4af; --rule: #3a424b; --gain: #58a6ff; --loss: #ff9d45 }} }}"""
+PALETTE = """
+:root { color-scheme: light dark; --back: #fff; --ink: #1b1f24; --faint: #59636e; --rule: #d5dae0;
+  --gain: #1565c0; --loss: #d95f02 }
+@media (prefers-color-scheme: dark) {
+  :root { --back: #14171b; --ink: #e6e9ed; --faint: #9aa4af; --rule: #3a424b; --gain: #58a6ff; --loss: #ff9d45 } }
+rect { stroke: var(--rule) }
+.gain { fill: var(--gain) }
+.loss { fill: var(--loss) }"""
+"""Gains are blue and losses orange: apart for the colour-blind, too."""
+
 _ALONE = """
 svg { font: 12px system-ui, sans-serif; background: var(--back) }
 text { fill: var(--ink); paint-order: stroke; stroke: var(--back); stroke-width: 3px }
@@ -47,6 +52,19 @@ def shorten(name: str) -> str:
 
 def heat_map(heat: HeatMap, left: float, side: float) -> Html:
     """Return a row of every kind of module and a column of every block, `side` wide, beside names `left` wide."""
+    label = "heat map of errors against plain rounding, by block and kind of module"
+    return _svg(left + side * len(heat.blocks) + 8, 24 * len(heat.kinds) + 2, _heat_parts(heat, left, side), label)
+
+
+def heat_file(heat: HeatMap, left: float, side: float) -> str:
+    """Return the same as an SVG that stands alone, with the numbers of the blocks and what the colours mean."""
+    below, caption = 24 * len(heat.kinds), "error: blue below plain rounding, orange above"
+    parts = [*_heat_parts(heat, left, side), *_numbers(heat.blocks, left, side, below + 17)]
+    parts.append(tag("text", caption, x=0, y=below + 41))
+    return _alone(max(left + side * len(heat.blocks), 7 * len(caption)) + 8, below + 50, parts, caption)
+
+
+def _heat_parts(heat: HeatMap, left: float, side: float) -> list[Html]:
     parts = []
     for row, kind in enumerate(heat.kinds):
         parts.append(tag("text", tag("title", kind), shorten(kind), x=0, y=24 * row + 17))
@@ -56,8 +74,14 @@ def heat_map(heat: HeatMap, left: float, side: float) -> Html:
                 what = f"block {block}, {kind}" + (f", mean of {cell.modules}" if cell.modules > 1 else "")
                 note = f"{what}: {cell.error:.4g}, plain rounding {cell.rounding_error:.4g} ({cell.ratio:.2f} x)"
                 parts.append(_box(cell, left + side * column, 24 * row + 1, side - 2, tag("title", note)))
-    label = "heat map of errors against plain rounding, by block and kind of module"
-    return _svg(left + side * len(heat.blocks) + 8, 24 * len(heat.kinds) + 2, parts, label)
+    return parts
+
+
+def _numbers(blocks: Sequence[int], left: float, side: float, y: float) -> Iterator[Html]:
+    """Yield the numbers of as many blocks as there is room for."""
+    every = -int(-7 * (len(str(max(blocks, default=0))) + 1) // side)
+    for column in range(0, len(blocks), every):
+        yield tag("text", blocks[column], x=f"{left + side * (column + 0.5) - 1:.1f}", y=y, text_anchor="middle")
 
 
 def heat_legend() -> Html:
@@ -91,8 +115,7 @@ def line_chart(
         points = [f"{x} {y(value)}" for x, value in zip(middles, line, strict=True)]
         points.insert(0, points[0])  # so that one point alone makes a dot
         parts.append(tag("path", d=f"M{'L'.join(points)}", class_=f"line line{number}"))
-    for column in range(0, len(blocks), label_every(blocks, 7, side)):
-        parts.append(tag("text", blocks[column], x=middles[column], y=190, text_anchor="middle"))
+    parts += _numbers(blocks, left, side, 190)
     return _svg(right + 8, 198, parts, "lines over the blocks")
 
 
@@ -108,7 +131,7 @@ def scatter(points: Sequence[tuple[str, float, float]], across: str, up: str) ->
     names, xs, ys = zip(*points, strict=True)
     x, columns = _axis(xs, left, right)
     y, rows = _axis(ys, bottom, top)
-    parts = [tag("style", Html(PALETTE + _ALONE))]
+    parts = []
     for tick in columns:
         parts.append(tag("path", d=f"M{x(tick):.1f} {top}V{bottom}"))
         parts.append(tag("text", f"{tick:.10g}", x=f"{x(tick):.1f}", y=bottom + 18, text_anchor="middle"))
@@ -119,10 +142,9 @@ def scatter(points: Sequence[tuple[str, float, float]], across: str, up: str) ->
     places = list(zip(map(x, xs), map(y, ys), strict=True))
     taken = [(0, 0, left, bottom), (right, 0, math.inf, bottom), *((x - 6, y - 6, x + 6, y + 6) for x, y in places)]
     for name, (column, row) in zip(names, places, strict=True):
-        text = "".join(each if each.isprintable() else "\ufffd" for each in name)  # XML has no others
-        parts.append(tag("circle", tag("title", text), cx=f"{column:.1f}", cy=f"{row:.1f}", r=5))
-        parts.append(_label(shorten(text), column, row, taken))
-    return _svg(720, 450, parts, f"{up} against {across}", xmlns="http://www.w3.org/2000/svg") + "\n"
+        parts.append(tag("circle", tag("title", name), cx=f"{column:.1f}", cy=f"{row:.1f}", r=5))
+        parts.append(_label(shorten(name), column, row, taken))
+    return _alone(720, 450, parts, f"{up} against {across}")
 
 
 def _axis(values: Sequence[float], start: float, stop: float) -> tuple[Callable[[float], float], list[float]]:
@@ -172,3 +194,10 @@ def _svg(width: float, height: float, parts: Sequence[Html], label: str = "", **
     """Return a picture that shrinks on narrow screens, by a quarter at most: beyond that one scrolls."""
     size = {"viewBox": f"0 0 {width:.1f} {height:.1f}", "width": f"{width:.1f}", "height": f"{height:.1f}"}
     return tag("svg", *parts, **size, style=f"min-width: {0.75 * width:.1f}px", role="img", aria_label=label, **more)
+
+
+def _alone(width: float, height: float, parts: Sequence[Html], label: str) -> str:
+    """Return a picture as a file of its own; characters that XML does not have are replaced."""
+    style = tag("style", Html(PALETTE + _ALONE))
+    svg = _svg(width, height, [style, *parts], label, xmlns="http://www.w3.org/2000/svg")
+    return "".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in svg) + "\n"

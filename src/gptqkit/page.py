@@ -1,4 +1,4 @@
-"""The report of a quantization as one HTML page that needs no network and no script, and its heat map as a PNG."""
+"""The report of a quantization as one HTML page that needs no network and no script, and its heat map as an SVG."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from .errors import CheckpointError
 from .export.checkpoint import REPORT
 from .export.shards import read_json, some
-from .figures import PALETTE, Html, heat_legend, heat_map, line_chart, line_legend, shorten, tag
+from .figures import PALETTE, Html, heat_file, heat_legend, heat_map, line_chart, line_legend, shorten, tag
 from .heatmap import MOST_BLOCKS, HeatMap, Module
 
 _WORST = 10
@@ -38,9 +38,7 @@ pre {{ overflow-x: auto; padding: .75rem; border: 1px solid var(--rule); border-
 .key {{ display: inline-flex; align-items: center; gap: .4rem; margin-right: 1.25rem; white-space: nowrap }}
 svg {{ display: block; font: 12px system-ui, sans-serif; max-width: 100%; height: auto }}
 text {{ fill: currentColor }}
-rect, .axis {{ stroke: var(--rule) }}
-.gain {{ fill: var(--gain) }}
-.loss {{ fill: var(--loss) }}
+.axis {{ stroke: var(--rule) }}
 .line {{ fill: none; stroke-width: 2; stroke: var(--gain); stroke-linecap: round }}
 .line1 {{ stroke: var(--loss); stroke-dasharray: 6 4 }}
 .line2 {{ stroke: var(--faint); stroke-dasharray: 1 4 }}
@@ -71,8 +69,8 @@ def report_html(checkpoint: str | Path) -> str:
     return page.encode("utf-8", "replace").decode()  # names in JSON can hold halves of characters
 
 
-def report_png(checkpoint: str | Path) -> bytes:
-    """Return the heat map of a quantization's errors against plain rounding, on white, for a model card.
+def report_svg(checkpoint: str | Path) -> str:
+    """Return the heat map of a quantization's errors against plain rounding, an SVG, for a model card.
 
     Args:
         checkpoint: A directory with a quantization_report.json.
@@ -83,7 +81,7 @@ def report_png(checkpoint: str | Path) -> bytes:
     heat = HeatMap.of(_read(Path(checkpoint))[1])
     if not heat.cells:
         raise CheckpointError(f"the report of {checkpoint} has no errors to draw; quantize with calibration text")
-    return heat.png()
+    return heat_file(heat, *_places(heat))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[Module]]:
@@ -170,7 +168,7 @@ def _errors(modules: Sequence[Module]) -> Iterable[Html]:
         "Relative output error ||(W - Q) X|| / ||W X|| on the calibration inputs. Above: the mean of every block's "
         "modules. Below: every kind of module, as a multiple of the error of plain rounding.",
     )
-    left, side = 7 * max(map(len, map(shorten, heat.kinds))) + 14, _side(heat.blocks)
+    left, side = _places(heat)
     cells = [[heat.cells[kind, block] for kind in heat.kinds if (kind, block) in heat.cells] for block in heat.blocks]
     lines = [[fmean(cell[measure] for cell in block) for block in cells] for measure in (0, 1)]
     yield line_legend(["error", "plain rounding"])
@@ -181,6 +179,11 @@ def _errors(modules: Sequence[Module]) -> Iterable[Html]:
     worst = sorted((m for m in modules if m.error is not None), key=lambda module: -(module.error or 0))[:_WORST]
     yield tag("h2", "Largest errors")
     yield _table(("module", "error", "plain rounding"), [(m.name, m.error, m.rounding_error) for m in worst])
+
+
+def _places(heat: HeatMap) -> tuple[float, float]:
+    """Return where the columns of a heat map begin, and how wide they are."""
+    return 7 * max(map(len, map(shorten, heat.kinds))) + 14, _side(heat.blocks)
 
 
 def _side(blocks: Sequence[int]) -> float:

@@ -43,7 +43,7 @@ def test_whole_card(material, tmp_path):
     made.other_tensors |= {f"model.layers.1.self_attn.{name}_proj.weight": torch.ones(64, 64) for name in "kvo"}
     out = made.write(tmp_path / "out", generation_config={})
     (tmp_path / "README.md").write_text(LICENSED)
-    (out / "heatmap.png").touch()
+    (out / "heatmap.svg").touch()
     write_card(out, tmp_path)
     card = (out / "README.md").read_text()
     assert front_matter(card) == {
@@ -69,7 +69,7 @@ def test_whole_card(material, tmp_path):
         "| seed | 0 |",
         "| quantizer | gptqkit 1.2 |",
         "| books | 64 | 630 | 9.877 |",
-        "![Errors of modules and blocks against plain rounding](heatmap.png)",
+        "![Errors of modules and blocks against plain rounding](heatmap.svg)",
         'model, tokenizer = gptqkit.load("path/to/this/directory")',
     ):
         assert line in card.splitlines()
