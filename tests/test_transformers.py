@@ -168,7 +168,7 @@ def test_stopped_at_any_moment_its_own_folder_is_whole(checkpoint, checkpoints, 
         model = load(folder)
         more = stopped(monkeypatch, step, partial(model.save_pretrained, folder))
         assert_whole(folder, checkpoints("act-order"))
-        (folder / ".gptqkit-incomplete-killed").mkdir()
+        (folder / ".model.gptqkit-incomplete-0123abcd").mkdir()
         model.save_pretrained(folder)
         assert_whole(folder, checkpoints("act-order"))
         assert not list(folder.glob(".*"))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,12 +20,11 @@ from .errors import CheckpointError, ConfigError
 from .export.checkpoint import Checkpoint, lasting_config, open_checkpoint, write_configs
 from .export.names import StoredNames
 from .export.shards import MAX_SHARD_BYTES, same_bits, some, write_shards
-from .export.staging import held, sync_directory, sync_files
+from .export.staging import remove_leftovers, scratch, sync_directory, sync_files
 from .kernels.linear import QuantLinear
 from .modes import in_plain_modes
 from .settings import bytes_of
 
-_STAGING = ".gptqkit-incomplete-"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
@@ -92,12 +89,9 @@ class Saver:
             )
         target = Path(save_directory)
         target.mkdir(parents=True, exist_ok=True)
-        for left in target.glob(f"{_STAGING}*"):
-            with held(left) as ours:
-                if ours:  # nobody is at work in it
-                    shutil.rmtree(left, ignore_errors=True)
-        with TemporaryDirectory(dir=target, prefix=_STAGING) as name, held(Path(name)):
-            staging, values = Path(name), checkpoint.quantization_config
+        remove_leftovers(target / "model")
+        with scratch(target / "model") as staging:
+            values = checkpoint.quantization_config
             another = not target.samefile(checkpoint.path)
             if another:
                 values = lasting_config(values)
