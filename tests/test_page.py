@@ -126,8 +126,7 @@ def test_colours_say_how_much_better_or_worse_than_plain_rounding(draw):
     rows = [module(n, f"h.{n}.fc", e, 0.2) for n, e in enumerate([0.1, 0.2, 0.4, 0, 0.3])]
     _, page, picture, _ = draw({"modules": rows})
     found = Page(picture)
-    assert cells(page)[:5] == cells(found)
-    assert cells(found) == [("gain", 0.5), ("loss", 0), ("loss", 0.5), ("gain", 1), ("loss", 0.33)]
+    assert cells(page) == cells(found) == [("gain", 0.5), ("loss", 0), ("loss", 0.5), ("gain", 1), ("loss", 0.33)]
     assert {"error: blue below plain rounding, orange above", *"01234"} <= set(found.texts)
 
 

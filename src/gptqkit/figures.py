@@ -84,14 +84,6 @@ def _numbers(blocks: Sequence[int], left: float, side: float, y: float) -> Itera
         yield tag("text", blocks[column], x=f"{left + side * (column + 0.5) - 1:.1f}", y=y, text_anchor="middle")
 
 
-def heat_legend() -> Html:
-    """Return what the colours of a heat map mean."""
-    keys = []
-    for ratio in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0):
-        keys.append(tag("span", _svg(18, 24, [_box(Cell(ratio, 1.0, 1), 1, 1, 16)]), f"{ratio:g} x", class_="key"))
-    return tag("p", *keys)
-
-
 def line_chart(
     blocks: Sequence[int], lines: Sequence[Sequence[float]], left: float, side: float, *, log: bool = False
 ) -> Html:

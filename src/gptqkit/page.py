@@ -12,15 +12,10 @@ from typing import Any
 from .errors import CheckpointError
 from .export.checkpoint import REPORT
 from .export.shards import read_json, some
-from .figures import PALETTE, Html, heat_file, heat_legend, heat_map, line_chart, line_legend, shorten, tag
+from .figures import PALETTE, Html, heat_file, heat_map, line_chart, line_legend, shorten, tag
 from .heatmap import MOST_BLOCKS, HeatMap, Module
 
 _WORST = 10
-_LOADING = """\
-import gptqkit
-
-model, tokenizer = gptqkit.load("path/to/this/directory")
-"""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _STYLE = f"""{PALETTE}
 body {{ margin: 0 auto; max-width: 70rem; padding: 1rem; background: var(--back); color: var(--ink);
@@ -34,7 +29,6 @@ th, td {{ text-align: left; vertical-align: top; padding: .2rem 1rem .2rem 0; bo
 th {{ color: var(--faint); font-weight: normal }}
 td {{ min-width: 4.5rem }}
 td:first-child {{ min-width: min(17rem, 44vw) }}
-pre {{ overflow-x: auto; padding: .75rem; border: 1px solid var(--rule); border-radius: .4rem }}
 .key {{ display: inline-flex; align-items: center; gap: .4rem; margin-right: 1.25rem; white-space: nowrap }}
 svg {{ display: block; font: 12px system-ui, sans-serif; max-width: 100%; height: auto }}
 text {{ fill: currentColor }}
@@ -46,7 +40,7 @@ text {{ fill: currentColor }}
 
 
 def report_html(checkpoint: str | Path) -> str:
-    """Return a page about a quantization: errors against plain rounding, experts, perplexity, how to load, settings.
+    """Return a page about a quantization: errors against plain rounding, experts, perplexity, settings.
 
     Args:
         checkpoint: A directory with a quantization_report.json.
@@ -166,14 +160,14 @@ def _errors(modules: Sequence[Module]) -> Iterable[Html]:
     yield tag(
         "p",
         "Relative output error ||(W - Q) X|| / ||W X|| on the calibration inputs. Above: the mean of every block's "
-        "modules. Below: every kind of module, as a multiple of the error of plain rounding.",
+        "modules. Below: every kind of module against plain rounding: blue is less, orange more. Half of the colour "
+        "stands for half of that error, or for twice.",
     )
     left, side = _places(heat)
     cells = [[heat.cells[kind, block] for kind in heat.kinds if (kind, block) in heat.cells] for block in heat.blocks]
     lines = [[fmean(cell[measure] for cell in block) for block in cells] for measure in (0, 1)]
     yield line_legend(["error", "plain rounding"])
     yield tag("div", line_chart(heat.blocks, lines, left, side), heat_map(heat, left, side), class_="wide")
-    yield heat_legend()
     if heat.left_out:
         yield tag("p", f"{heat.left_out:,} more kinds of modules and blocks are not drawn.")
     worst = sorted((m for m in modules if m.error is not None), key=lambda module: -(module.error or 0))[:_WORST]
@@ -224,9 +218,6 @@ def _perplexity(report: Mapping[str, Any]) -> Iterable[Html]:
 
 
 def _settings(report: Mapping[str, Any]) -> Iterable[Html]:
-    yield tag("h2", "Loading")
-    yield tag("pre", tag("code", _LOADING))
-    yield tag("p", tag("code", "gptqkit inspect DIRECTORY"), " says which other programs can load it.")
     settings = dict(report.get("config") or {})
     if settings.get("group_size", 0) is None:
         settings["group_size"] = "one group per row"
