@@ -98,18 +98,6 @@ def block_call(
     raise ArchitectureError(f"{type(model).__name__} does not call block {layer} when it is run on token ids alone")
 
 
-def head_input(
-    model: nn.Module,
-    blocks: nn.ModuleList,
-    batch: Mapping[str, Tensor],
-    before: Sequence[Forward],
-    head: nn.Module,
-) -> Tensor:
-    """Return what the output layer receives, (samples, length, width), after blocks that do what `before` says."""
-    with forwards_replaced(blocks, before):
-        return capture_inputs({"head": head}, lambda: model(**batch, **without_cache(model)))["head"][0]
-
-
 def capture_inputs(
     modules: Mapping[str, nn.Module], run: Callable[[], object], again: Collection[str] = ()
 ) -> dict[str, list[Tensor]]:

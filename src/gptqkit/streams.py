@@ -20,7 +20,6 @@ from .calibration.capture import (
     capture_inputs,
     forwards_replaced,
     hand_on,
-    head_input,
     routed_tokens,
     routing,
     trace_inputs,
@@ -291,12 +290,13 @@ class Streams:
         return captured
 
     def _head_inputs(self, batch: range) -> list[Tensor]:
-        model, head = self.model, output_layer(self.model.model) or nn.Module()
-        tensors, after = self.batches.tensors(batch), len(model.blocks)
-        return [
-            head_input(model.model, model.blocks, tensors, self._before(batch, after, stream), head)
-            for stream in ("hidden", "float")[: 1 + self.cross]
-        ]
+        """Return what the output layer receives of a batch, in both models where statistics pair them."""
+        model, head = self.model.model, {"head": output_layer(self.model.model) or nn.Module()}
+        tensors, found = self.batches.tensors(batch), []
+        for stream in ("hidden", "float")[: 1 + self.cross]:
+            with forwards_replaced(self.model.blocks, self._before(batch, len(self.model.blocks), stream)):
+                found += capture_inputs(head, lambda: model(**tensors, **without_cache(model)))["head"]
+        return found
 
     def _cache(self, stack: Stack, file: Path) -> ActivationCache:
         return ActivationCache(self.batches.mine, stack.shape, stack.dtype, self.batches.device, self._place, file)
