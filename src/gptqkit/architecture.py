@@ -35,18 +35,17 @@ def model_class(config: PretrainedConfig, *, trust_remote_code: bool = False) ->
     return AutoModelForCausalLM
 
 
-def open_config(path_or_id: Path | str, *, trust_remote_code: bool = False) -> Any:
-    """Return the configuration of a model."""
-    if Path(path_or_id).is_file():  # GGUF
-        with explain(path_or_id):
-            config = AutoConfig.from_pretrained(Path(path_or_id).parent, gguf_file=Path(path_or_id).name)
-            return GgufFile(Path(path_or_id)).complete(config)
-    file = Path(path_or_id) / "config.json"
-    with explain(file if file.exists() else path_or_id):
-        return AutoConfig.from_pretrained(path_or_id, trust_remote_code=trust_remote_code)
+def open_config(path: Path, *, trust_remote_code: bool = False) -> Any:
+    """Return the configuration of the model in a folder or a GGUF file."""
+    if path.is_file():
+        with explain(path):
+            return GgufFile(path).complete(AutoConfig.from_pretrained(path.parent, gguf_file=path.name))
+    file = path / "config.json"
+    with explain(file if file.exists() else path):
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
-def read_config(path: Path | str) -> Any:
+def read_config(path: Path) -> Any:
     """Return the configuration of the model in a checkpoint, as if it were not quantized.
 
     What it says of quantization would put transformers' quantizers in charge.

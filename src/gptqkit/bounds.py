@@ -30,19 +30,15 @@ _ONE_AT_A_TIME = threading.RLock()  # what is switched off meanwhile is so for a
 
 
 @contextmanager
-def confined(path_or_id: str | Path, tensors: Shards | None = None, *, trusted: bool = False) -> Iterator[None]:
-    """Open a local folder without the network, its files checked, and models no larger than its tensors can fill.
+def confined(folder: Path, tensors: Shards | None = None, *, trusted: bool = False) -> Iterator[None]:
+    """Open a folder without the network, its files checked, and models no larger than its tensors can fill.
 
-    Of a folder whose code is `trusted` to run, the network is not limited, of a model on the Hub nothing is. `tensors`
-    are those of the folder, where they are open already.
+    Of one whose code is `trusted` to run, the network is not limited. `tensors` are those of the folder, where they are
+    open already.
 
     Raises:
         CheckpointError: As `check_folder`, or config.json describes another model than the one in the files.
     """
-    folder = Path(path_or_id)
-    if not folder.exists():
-        yield
-        return
     described = folder  # a GGUF file, which says itself how many blocks it has
     if folder.is_dir():
         check_folder(folder)

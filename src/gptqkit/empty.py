@@ -175,21 +175,20 @@ class EmptyModel:
                     owner._parameters[key] = _parameter(parameter, torch.device("meta"), None)
 
 
-def open_empty(path_or_id: str | Path, tensors: Shards | None = None, *, trust_remote_code: bool = False) -> EmptyModel:
-    """Return the float model of a folder or Hub id without its weights, in the dtype of its files.
+def open_empty(path: Path, tensors: Shards | None = None, *, trust_remote_code: bool = False) -> EmptyModel:
+    """Return the float model of a folder without its weights, in the dtype of its files.
 
     `tensors` are those of the folder, where they are open already.
 
     Raises:
-        DatasetUnavailableError: It cannot be found or fetched.
         CheckpointError: It is quantized.
         ArchitectureError: A model that transformers does not know, or only by running its code.
     """
-    with explain(path_or_id), without_bars():
-        with confined(path_or_id, tensors, trusted=trust_remote_code):
-            config = open_config(path_or_id, trust_remote_code=trust_remote_code)
+    with explain(path), without_bars():
+        with confined(path, tensors, trusted=trust_remote_code):
+            config = open_config(path, trust_remote_code=trust_remote_code)
             if not is_float(config):
-                raise CheckpointError(f"{path_or_id} is quantized already; start from the float model")
+                raise CheckpointError(f"{path} is quantized already; start from the float model")
             model = empty_model(config, config.dtype or torch.float32, trust_remote_code=trust_remote_code)
         return EmptyModel(model)
 

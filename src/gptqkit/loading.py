@@ -81,7 +81,7 @@ def load(
     place = choose_device(device)
     checkpoint = open_checkpoint(path, revision=revision)
     with explain(path):
-        with confined(path, checkpoint.tensors):
+        with confined(checkpoint.path, checkpoint.tensors):
             config = read_config(checkpoint.path)
             wanted = _choose_dtype(dtype, config.dtype or torch.float16, place)
             built = empty_model(config, wanted)
@@ -221,26 +221,24 @@ def load_float(
         ArchitectureError: A model that transformers does not know, or only by running its code.
         ConfigError: A device or dtype that cannot be.
     """
-    place, path_or_id = choose_device(device), fetch(path_or_id)
-    with explain(path_or_id), without_bars(), confined(path_or_id, trusted=trust_remote_code):
-        config = open_config(path_or_id, trust_remote_code=trust_remote_code)
+    place, path = choose_device(device), fetch(path_or_id)
+    with explain(path_or_id), without_bars(), confined(path, trusted=trust_remote_code):
+        config = open_config(path, trust_remote_code=trust_remote_code)
         scaled = hasattr(config, "quantization_config")
         if not is_float(config):
             raise CheckpointError(f"{path_or_id} is quantized; give the float model")
         wanted = _choose_dtype(dtype, config.dtype or torch.float32, place)
-        if not scaled and Path(path_or_id).is_dir():  # transformers would take FP8 for what it is without scales
-            scaled = bool(FloatShards(Shards.of_folder(Path(path_or_id)), wanted).scaled)
+        if not scaled:  # transformers would take FP8 for what it is without scales
+            scaled = bool(FloatShards(Shards.of_folder(path), wanted).scaled)
         if scaled:
-            source = FloatModel(path_or_id, trust_remote_code=trust_remote_code)
+            source = FloatModel(path, trust_remote_code=trust_remote_code)
             return source.whole(place, wanted), load_tokenizer(source.path, trust_remote_code=trust_remote_code)
         kind = model_class(config, trust_remote_code=trust_remote_code)
         code = {"trust_remote_code": trust_remote_code} if kind is AutoModelForCausalLM else {}
-        model, found = kind.from_pretrained(
-            path_or_id, dtype=wanted, use_safetensors=True, output_loading_info=True, **code
-        )
+        model, found = kind.from_pretrained(path, dtype=wanted, use_safetensors=True, output_loading_info=True, **code)
         if found["missing_keys"]:
             raise CheckpointError(f"{path_or_id} lacks {some(found['missing_keys'])}; fetch its files again")
-        tokenizer = load_tokenizer(path_or_id, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     return model.to(place).eval().requires_grad_(False), tokenizer
 
 
@@ -272,18 +270,16 @@ def _choose_dtype(dtype: torch.dtype | str, stored: torch.dtype, device: torch.d
     return named
 
 
-def load_tokenizer(path_or_id: Path | str, *, trust_remote_code: bool) -> Any | None:
+def load_tokenizer(path: Path, *, trust_remote_code: bool) -> Any | None:
     """Return the tokenizer of a model; None where its directory has none."""
-    path = Path(path_or_id)
     if path.is_file():  # GGUF
         with explain(f"the tokenizer of {path}"):
             return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    if path.is_dir() and not any(file.name.startswith(_TOKENIZER_FILES) for file in path.iterdir()):
+    if not any(file.name.startswith(_TOKENIZER_FILES) for file in path.iterdir()):
         return None
-    with explain(f"the tokenizer of {path_or_id}"):
-        return AutoTokenizer.from_pretrained(
-            path_or_id, trust_remote_code=trust_remote_code, local_files_only=path.is_dir() and not trust_remote_code
-        )
+    with explain(f"the tokenizer of {path}"):
+        how = {"trust_remote_code": trust_remote_code, "local_files_only": not trust_remote_code}
+        return AutoTokenizer.from_pretrained(path, **how)
 
 
 def open_tokenizer(tokenizer: Any, *, trust_remote_code: bool = False) -> Any:
