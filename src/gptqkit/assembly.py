@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import CheckpointError, ConversionError, ShapeError
+from .errors import CheckpointError
 from .export.checkpoint import (
     Checkpoint,
     check_written,
@@ -33,6 +33,7 @@ from .loading import install
 from .model import FloatModel
 from .quantizer.config import QuantizeConfig
 from .quantizer.quantized import QuantizedWeight
+from .solving import naming
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """How far outputs may differ, relative to their norm: layers that run in other kernels round and sum in other ways."""
@@ -209,10 +210,8 @@ def _packed(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of a block, packed when its turn comes."""
     for name, weight in layers.items():
-        try:
+        with naming(name):
             tensors = find_format(config.format).pack(weight)
-        except (ConversionError, ShapeError) as error:
-            raise type(error)(f"{name}: {error}") from error
         yield from ((f"{name}.{key}", tensor) for key, tensor in tensors.items())
     yield from others.items()
 

@@ -177,7 +177,7 @@ def _measured(
                         for way in [way for way in ways if way[1] == size]:
                             settings = dataclasses.replace(_kept(target, *way).config, **PLAIN)
                             snap, step = find_snap(settings), -(-len(weight) // ROWS)
-                            with naming(target):
+                            with naming(target.name):
                                 solution = solve_gptq(weight[::step], moments, settings, snap)
                                 lost[way] += step * (solution.loss or 0.0)
                                 if way == probe:

@@ -99,7 +99,7 @@ def _solve(target: Target, weight: Tensor, moments: Moments | None) -> Solved:
     """Solve some rows of one Linear, and compare their output errors with plain rounding's."""
     config, snap = target.config, find_snap(target.config)
     start = time.perf_counter()
-    with naming(target):
+    with naming(target.name):
         solution = find_method(config.method).solve(weight, moments, config, snap)
     seconds = time.perf_counter() - start
     errors: tuple[float, ...] = ()
@@ -111,12 +111,12 @@ def _solve(target: Target, weight: Tensor, moments: Moments | None) -> Solved:
 
 
 @contextmanager
-def naming(target: Target) -> Iterator[None]:
-    """Name the Linear in errors of solvers."""
+def naming(module: str) -> Iterator[None]:
+    """Name the module in errors about it."""
     try:
         yield
     except GptqkitError as problem:
-        raise type(problem)(f"{target.name}: {problem}") from problem
+        raise type(problem)(f"{module}: {problem}") from problem
 
 
 def merge(parts: Sequence[Solved | None]) -> Solved:
