@@ -21,7 +21,7 @@ class Module(NamedTuple):
     error: float | None
     rounding_error: float | None
     tokens: int | None
-    prior_tokens: int
+    prior_tokens: int | None
 
 
 class Cell(NamedTuple):

@@ -76,11 +76,6 @@ class Scratch:
         """
         return self.folder / f"{stream}-{layer:05}{'r' * again}-{self._processes.rank}.bin"
 
-    def load_states(self, stream: str, cache: ActivationCache | Handed) -> None:
-        """Fill `cache` with what was saved last, by whichever processes."""
-        for name, start, stop, _ in (self.states or {"files": {stream: []}})["files"][stream]:
-            cache.load(self.folder / name, range(start, stop))
-
 
 class Job(Scratch):
     """A work directory, made or taken up where an earlier process left it; a context that keeps or discards it.
@@ -174,7 +169,7 @@ class Job(Scratch):
     ) -> None:
         """Let a block that was written count from now on; `progress` is what else the next process must know."""
         rows = [dataclasses.asdict(report) for report in reports]
-        record = {"number": len(self.records), "layer": layer, **record_of(part), "reports": rows}
+        record = {"number": len(self.records), **record_of(part), "reports": rows}
         record |= {"seconds": self.seconds, **progress}
         self._write_json(f"{self.stem(layer).name}.json", record)
         self.records.append(record)

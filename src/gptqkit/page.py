@@ -87,15 +87,9 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Module]]:
         _field(report, key, kind, file)
     for row in report.get("perplexity") or ():
         _field(row, "perplexity", float, file)
+    numbers = {"layer": int, "error": float, "rounding_error": float, "tokens": int, "prior_tokens": int}
     modules = [
-        Module(
-            name=_field(row, "name", str, file) or "",
-            layer=_field(row, "layer", int, file),
-            error=_field(row, "error", float, file),
-            rounding_error=_field(row, "rounding_error", float, file),
-            tokens=_field(row, "tokens", int, file),
-            prior_tokens=_field(row, "prior_tokens", int, file) or 0,
-        )
+        Module(_field(row, "name", str, file) or "", *(_field(row, key, kind, file) for key, kind in numbers.items()))
         for row in report.get("modules") or ()
     ]
     return report, modules

@@ -70,15 +70,16 @@ class Streams:
         if job.states is None:
             return 0
         layer = int(job.states["layer"])
-        for stream in sorted(job.states["files"]):  # "hidden" before what is beside it
+        for stream, files in sorted(job.states["files"].items()):  # "hidden" before what is beside it
+            room: ActivationCache | Handed
             if stream.endswith(BESIDE):
                 whose = stream.removesuffix(BESIDE)
-                self.handed[whose] = Handed(self.batches.mine, self.caches[whose])
-                job.load_states(stream, self.handed[whose])
-                continue
-            stack = self.stacks[0] if stream in ENCODED.values() else self._stack(layer)
-            self.caches[stream] = self._cache(stack, job.states_file(stream, layer, again=True))
-            job.load_states(stream, self.caches[stream])
+                room = self.handed[whose] = Handed(self.batches.mine, self.caches[whose])
+            else:
+                stack = self.stacks[0] if stream in ENCODED.values() else self._stack(layer)
+                room = self.caches[stream] = self._cache(stack, job.states_file(stream, layer, again=True))
+            for name, start, stop, _ in files:  # of whichever processes
+                room.load(job.folder / name, range(start, stop))
         return layer
 
     def enter(self, layer: int) -> None:
