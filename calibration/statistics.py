@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CalibrationError, ShapeError
+from ..errors import CalibrationError
 
 _SLAB = 256  # rows of H made by one product; smaller ones leave less below the diagonal, and run less well
 
@@ -47,13 +47,6 @@ class InputStatistics:
             inputs: x, (tokens, in), any float dtype: what the partly quantized model feeds the modules.
             float_inputs: x~, the same tokens in the float model; needed exactly when `cross` was asked for.
         """
-        if (float_inputs is None) != (self._cross is None):
-            raise ShapeError("float_inputs must come with every update, or with none: C pairs the tokens of two models")
-        if float_inputs is not None and float_inputs.shape != inputs.shape:
-            raise ShapeError(
-                f"the float model's inputs are {tuple(float_inputs.shape)}, the quantized model's "
-                f"{tuple(inputs.shape)}; they are paired token by token"
-            )
         difference = None if float_inputs is None else float_inputs - inputs
         with full_float32():
             for start in range(0, inputs.shape[1], _SLAB):
