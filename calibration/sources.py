@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from ..errors import CalibrationError, DatasetUnavailableError
-from ..hub import is_local
+from ..hub import at_home, is_local
 from ..settings import did_you_mean
 from .records import KINDS, Document, Reader, alike, is_single, names_of, needed_columns, shown
 
@@ -56,6 +56,8 @@ def open_source(
         CalibrationError: The source is empty, damaged, of an unknown kind, or has no such column or split.
         DatasetUnavailableError: A file does not exist, or the Hub cannot be reached.
     """
+    if isinstance(source, (str, Path)):
+        source = at_home(source)
     if isinstance(source, str) and (
         source in SHORTHANDS or not (os.path.exists(source) or source.lower().endswith(ENDINGS))
     ):
@@ -75,7 +77,7 @@ def open_source(
         documents = _read_dataset(lambda: source, "the data set", column)
         return Documents("the data set", documents, endless=_is_endless(source))
     if isinstance(source, Sequence) and source and all(map(_is_file, source)):
-        return _open_files([Path(file) for file in source], column)
+        return _open_files([Path(at_home(file)) for file in source], column)
     nothing = isinstance(source, (bytes, Sequence)) and (isinstance(source, bytes) or not source)
     if nothing or not isinstance(source, Iterable):
         raise CalibrationError(

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..hub import Remote, fetch
+from ..hub import Remote, at_home, fetch
 from ..modes import in_plain_modes
 from ..quantizer.quantized import QuantizedWeight
 from .autoround import PACKING, plain_config
@@ -104,7 +104,7 @@ def open_checkpoint(path: Path | str, *, revision: str | None = None, weights: b
             or the tensor.
         OSError: A file that cannot be read.
     """
-    name, path = str(path), fetch(path, revision, weights=weights, gguf=True)
+    name, path = str(at_home(path)), fetch(path, revision, weights=weights, gguf=True)
     if path.is_file():
         return _open_file(path)
     remote = None if weights or Path(name).is_dir() else Remote(name, path.name)

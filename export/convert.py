@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, ConversionError, ShapeError
-from ..hub import fetch
+from ..hub import at_home, fetch
 from ..modes import in_plain_modes
 from ..quantizer.config import BITS, QuantizeConfig
 from ..settings import bytes_of
@@ -53,7 +53,7 @@ def convert(
         OutputExistsError: `target` exists, and `overwrite` is not set or it holds no quantized model.
         OSError: The disk refused; nothing is left behind.
     """
-    target = Path(target)
+    target = Path(at_home(target))
     if format not in FORMATS:
         raise ConfigError(f"format is {format!r}; choose one of {', '.join(FORMATS)}")
     shard_size = bytes_of("shard_size", shard_size)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, ConversionError, ShapeError
-from ..hub import fetch
+from ..hub import at_home, fetch
 from ..modes import in_plain_modes
 from ..quantizer.quantized import trivial_index
 from .bits import pack, unpack
@@ -119,17 +119,19 @@ def doctor(
     """
     if format not in (None, *VERSIONS):
         raise ConfigError(f"format is {format!r}; choose one of {', '.join(VERSIONS)}")
-    kinds = {file.suffix for file in (Path(checkpoint), *Path(checkpoint).glob("*"))}
+    place = Path(at_home(checkpoint))
+    kinds = {file.suffix for file in (place, *place.glob("*"))}
     if ".gguf" in kinds and ".safetensors" not in kinds:
         raise ConversionError(f"{checkpoint} is GGUF, which is not examined; gptqkit inspect reads it")
     source = fetch(checkpoint, revision)
-    if out is not None:
-        check_apart(source, Path(out))
-        check_target(Path(out), overwrite=False)
+    target = None if out is None else Path(at_home(out))
+    if target is not None:
+        check_apart(source, target)
+        check_target(target, overwrite=False)
     case = _examine(source, format)
-    written = out is not None and bool(case.damage) and all(damage.repair for damage in case.damage)
-    if out is not None and written:
-        _write(case, Path(out))
+    written = target is not None and bool(case.damage) and all(damage.repair for damage in case.damage)
+    if target is not None and written:
+        _write(case, target)
     return Diagnosis(damage=tuple(case.damage), notes=tuple(case.notes), written=written)
 
 

@@ -217,3 +217,38 @@ def test_settings_may_be_dictionaries_whose_names_are_checked(tmp_path):
                 call(tmp_path, **settings)
     with pytest.raises(ConfigError, match="'windows' is no setting of Evaluation; did you mean max_windows"):
         gptqkit.evaluate(tmp_path, [[1]], {"windows": 4})
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_leading_tilde_is_the_home_folder_wherever_a_path_may_stand(kind, example_model, tmp_path, monkeypatch):
+    home, here = tmp_path / "home", tmp_path / "here"
+    build("llama", vocab_size=4096).save_pretrained(home / "float")
+    (home / "text.txt").write_text("Call me Ishmael. " * 50)
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(home))
+    model, text, run, how = kind("~/float"), kind("~/text.txt"), {"device": "cpu"}, {"sequence_length": 16}
+    calibration = {"source": [text], "samples": 2, "sequence_length": 16}
+    how |= {"max_windows": 2, "device": "cpu"}
+    named = {"tokenizer": example_model, "run": run}
+    config = {"quality": "fast", "group_size": 32}
+    gptqkit.quantize(model, calibration, kind("~/out"), config, evaluate_on=text, **named)
+    out = kind("~/out")
+    assert gptqkit.evaluate(out, text, how, reference=model, tokenizer=example_model).kl_divergence is not None
+    assert gptqkit.load(out, device="cpu")[0].gptqkit_backend
+    assert gptqkit.inspect(out).format == "gptq_v2"
+    assert gptqkit.compare([out], text, how, reference=model)[0].scores.perplexity > 0
+    assert "out" in gptqkit.report_html(out)
+    assert gptqkit.report_png(out)
+    assert gptqkit.plan(model, kind("~/planned"), run=run).blocks == 2
+    assert gptqkit.recommend(model, "1GB", "vllm")
+    gptqkit.convert(out, kind("~/converted"), format="gptq")
+    assert gptqkit.diff(out, kind("~/converted")) == []
+    assert gptqkit.doctor(kind("~/converted")).damage == ()
+    gptqkit.imatrix(model, {**calibration, "source": text}, kind("~/imatrix.gguf"), **named)
+    gptqkit.rotate(model, kind("~/rotated"))
+    assert cli.main(["plan", "~/float", "--out=~/planned", "--device", "cpu"]) == 0
+    assert cli.main(["report", "~/out", "--html=~/page.html"]) == 0
+    found = {path.name for path in home.iterdir()}
+    assert found == {"float", "text.txt", "out", "converted", "imatrix.gguf", "rotated", "page.html"}
+    assert list(here.iterdir()) == []

@@ -38,7 +38,7 @@ from .export.convert import check_apart
 from .export.formats import find_format
 from .export.shards import read_json, some
 from .export.staging import check_target
-from .hub import push
+from .hub import at_home, push
 from .identity import check_agreement, differences, identity_of
 from .job import Job, remove_ended, work_path
 from .loading import choose_device, load_tokenizer, open_tokenizer
@@ -118,7 +118,8 @@ def quantize(
         UploadError: The checkpoint is complete, but the Hub did not take it.
         GptqkitError: Settings, text, model or files that do not fit; see `errors`.
     """
-    config, run, out = settings_of(QuantizeConfig, config or {}), settings_of(Run, run or {}), Path(out).absolute()
+    config, run = settings_of(QuantizeConfig, config or {}), settings_of(Run, run or {})
+    out = Path(at_home(out)).absolute()
     calibration = _calibration(calibration, config)
     if not isinstance(model, (str, Path, PreTrainedModel)):
         raise ArchitectureError(f"model is a {type(model).__name__}; give a folder, an id, or a PreTrainedModel")

@@ -14,7 +14,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from . import commands
@@ -22,7 +21,7 @@ from .calibration.config import Calibration
 from .errors import AbandonedError, GptqkitError
 from .evaluation.config import Evaluation
 from .export.formats import FORMATS, READERS
-from .options import Parser, add_fields, add_settings, size
+from .options import Parser, add_fields, add_settings, path, size
 from .run import Run
 from .version import __version__
 
@@ -68,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
 
     quantize = _add_command(parsers, commands.quantize)
     quantize.add_argument("model", metavar="MODEL", help=MODEL)
-    quantize.add_argument("out", metavar="OUT", type=Path, help=NEW)
+    quantize.add_argument("out", metavar="OUT", type=path, help=NEW)
     quantize.add_argument("--calibration", action="append", metavar="SOURCE", help=CALIBRATION)
     quantize.add_argument(
         "--evaluate-on", metavar="SOURCE", help="also measure the checkpoint's perplexity on this text"
@@ -78,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 
     imatrix = _add_command(parsers, commands.imatrix)
     imatrix.add_argument("model", metavar="MODEL", help=MODEL)
-    imatrix.add_argument("out", metavar="OUT", type=Path, help="GGUF file to write")
+    imatrix.add_argument("out", metavar="OUT", type=path, help="GGUF file to write")
     how = f"text that the model reads: {SOURCES}. May be repeated for several files"
     imatrix.add_argument("--calibration", action="append", metavar="SOURCE", required=True, help=how)
     imatrix.add_argument("--tokenizer", metavar="TOKENIZER", help=TOKENIZER)
@@ -87,13 +86,13 @@ def parser() -> argparse.ArgumentParser:
 
     plan = _add_command(parsers, commands.plan)
     plan.add_argument("model", metavar="MODEL", help=MODEL)
-    plan.add_argument("--out", metavar="OUT", type=Path, help="folder that would be written (default: one here)")
+    plan.add_argument("--out", metavar="OUT", type=path, help="folder that would be written (default: one here)")
     plan.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     add_settings(plan, ("overwrite", "resume", "strict", *UPLOAD))
 
     rotate = _add_command(parsers, commands.rotate)
     rotate.add_argument("model", metavar="MODEL", help=MODEL)
-    rotate.add_argument("out", metavar="OUT", type=Path, help="folder to write, new or empty")
+    rotate.add_argument("out", metavar="OUT", type=path, help="folder to write, new or empty")
     rotate.add_argument("--seed", metavar="N", type=int, default=0, help="of the rotation (default: 0)")
     rotate.add_argument("--revision", metavar="NAME", help=REVISION)
 
@@ -110,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("--dataset", required=True, metavar="SOURCE", help=f"text to measure on: {SOURCES}")
     compare.add_argument("--reference", metavar="MODEL", help="the float model to compare them with; it is loaded once")
     compare.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
-    compare.add_argument("--plot", metavar="FILE.svg", type=Path, help="draw size against divergence or perplexity")
+    compare.add_argument("--plot", metavar="FILE.svg", type=path, help="draw size against divergence or perplexity")
     add_fields(compare, Evaluation)
 
     _add_readers(parsers)
@@ -129,15 +128,15 @@ def _add_readers(parsers: Any) -> None:
     advise.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
 
     report = _add_command(parsers, commands.report)
-    report.add_argument("checkpoint", metavar="OUT", type=Path, help="folder that holds quantization_report.json")
+    report.add_argument("checkpoint", metavar="OUT", type=path, help="folder that holds quantization_report.json")
     report.add_argument(
         "--html",
         metavar="FILE",
-        type=Path,
+        type=path,
         help="page to write or replace (default: quantization_report.html in OUT); it needs no network and no script",
     )
     report.add_argument(
-        "--svg", metavar="FILE", type=Path, help="also write the heat map of errors as an image, for a model card"
+        "--svg", metavar="FILE", type=path, help="also write the heat map of errors as an image, for a model card"
     )
 
     look = _add_command(parsers, commands.inspect)
@@ -156,7 +155,7 @@ def _add_readers(parsers: Any) -> None:
 
     convert = _add_command(parsers, commands.convert)
     convert.add_argument("source", metavar="IN", help=QUANTIZED)
-    convert.add_argument("target", metavar="OUT", type=Path, help=NEW)
+    convert.add_argument("target", metavar="OUT", type=path, help=NEW)
     convert.add_argument("--format", choices=list(FORMATS), required=True, help="format of OUT")
     convert.add_argument("--overwrite", action="store_true", help="replace OUT if it is a quantized checkpoint")
     convert.add_argument("--revision", metavar="NAME", help=REVISION)
@@ -165,7 +164,7 @@ def _add_readers(parsers: Any) -> None:
 
     doctor = _add_command(parsers, commands.doctor)
     doctor.add_argument("checkpoint", metavar="CHECKPOINT", help=QUANTIZED)
-    doctor.add_argument("out", metavar="OUT", nargs="?", type=Path, help="folder to write; new or empty")
+    doctor.add_argument("out", metavar="OUT", nargs="?", type=path, help="folder to write; new or empty")
     versions = "version of OUT (default: that of the zero points of CHECKPOINT)"
     doctor.add_argument("--format", choices=("gptq", "gptq_v2"), help=versions)
     doctor.add_argument("--revision", metavar="NAME", help=REVISION)

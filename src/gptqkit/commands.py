@@ -29,6 +29,7 @@ from .display import (
 )
 from .errors import CheckpointError, ConfigError
 from .evaluation.config import Evaluation
+from .hub import at_home
 from .options import config_from_options, from_options
 from .run import Run
 
@@ -118,7 +119,7 @@ def compare(arguments: argparse.Namespace) -> None:
         )
     rows = [each.to_dict() for each in found]
     if reference is not None and not arguments.json:
-        size = sum(file.stat().st_size for file in Path(reference).glob("*.safetensors")) or None
+        size = sum(file.stat().st_size for file in Path(at_home(reference)).glob("*.safetensors")) or None
         rows.insert(0, {"checkpoint": reference, "size": size, "perplexity": rows[0].get("reference_perplexity")})
     answer = {"dataset": arguments.dataset, "reference": reference, "checkpoints": rows}
     print(json.dumps(answer, indent=2) if arguments.json else comparison_table(rows))

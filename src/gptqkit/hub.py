@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Collection, Iterator
@@ -36,12 +37,12 @@ def fetch(
         CheckpointError: There is something else than a model in safetensors: the message says what, and what to do.
         ConfigError: A revision of a folder.
     """
-    path = Path(path_or_id)
+    path = Path(at_home(path_or_id))
     if path.is_dir():
         if revision is not None:
             raise ConfigError(f"revision is {revision!r}, but {path} is a folder here, not on the Hub; leave it out")
         if not tokenizer:
-            _recognize(path_or_id, {file.name for file in path.iterdir()}, gguf=gguf)
+            _recognize(path, {file.name for file in path.iterdir()}, gguf=gguf)
         return path
     if path.suffix == ".gguf" and path.is_file():
         if gguf:
@@ -160,6 +161,11 @@ def push(folder: Path, repository: str, *, private: bool) -> str:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def at_home(name: Path | str) -> Path | str:
+    """Return a path whose leading ~ stands for a home folder with that in its place; another name as it is."""
+    return Path(os.path.expanduser(name)) if str(name).startswith("~") else name
 
 
 def is_local(name: Path | str) -> bool:

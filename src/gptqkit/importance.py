@@ -20,6 +20,7 @@ from .distributed import Processes, join
 from .errors import ConfigError, OutputExistsError
 from .export.checkpoint import public_name
 from .export.imatrix import write_imatrix
+from .hub import at_home
 from .loading import choose_device, load_tokenizer, open_tokenizer
 from .model import FloatModel
 from .modes import in_plain_modes
@@ -58,7 +59,7 @@ def imatrix(
         OutputExistsError: `out` exists, and `overwrite` is not set.
         GptqkitError: Settings, text, model or files that do not fit; see `errors`.
     """
-    run, out = settings_of(Run, run or {}), Path(out)
+    run, out = settings_of(Run, run or {}), Path(at_home(out))
     calibration = calibration_of(calibration)
     if os.path.lexists(out) and not (run.overwrite and out.is_file()):
         raise OutputExistsError(f"{out} exists already; choose another file, or ask to overwrite it")

@@ -28,7 +28,7 @@ from .export.checkpoint import Checkpoint, open_checkpoint
 from .export.names import StoredNames
 from .export.scaled import FloatShards
 from .export.shards import Shards, some
-from .hub import fetch
+from .hub import at_home, fetch
 from .kernels.backends import check_backend
 from .kernels.linear import make_linear, summarize
 from .model import FloatModel
@@ -79,6 +79,7 @@ def load(
     """
     check_backend(backend)
     place = choose_device(device)
+    path = at_home(path)
     checkpoint = open_checkpoint(path, revision=revision)
     with explain(path):
         with confined(checkpoint.path, checkpoint.tensors):

@@ -40,7 +40,7 @@ from .export.convert import check_apart
 from .export.formats import find_format
 from .export.shards import JOINED_BYTES
 from .fisher import AT_ONCE
-from .hub import fetch
+from .hub import at_home, fetch
 from .loading import choose_device
 from .modes import in_plain_modes
 from .pipeline import PROBE
@@ -152,8 +152,8 @@ def plan(
     check_length(empty.model, length)
     shape = (calibration.samples, length) if needs_calibration(config) else None
     if out is not None:
-        check_apart(folder, Path(out))
-    beside = Path.cwd() if out is None else Path(out).parent
+        check_apart(folder, Path(at_home(out)))
+    beside = Path.cwd() if out is None else Path(at_home(out)).parent
     return estimate(empty, config, shape, run, choose_device(run.device), beside)
 
 

@@ -8,10 +8,12 @@ import inspect
 import re
 import sys
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 from .calibration.config import Calibration
 from .errors import ConfigError
+from .hub import at_home
 from .quantizer.config import ModuleOverride, QuantizeConfig, check_given
 from .run import Run
 from .settings import did_you_mean
@@ -115,6 +117,11 @@ def config_from_options(arguments: argparse.Namespace) -> QuantizeConfig:
     for pattern, override in arguments.overrides:
         overrides.setdefault(pattern, override)
     return from_options(arguments, QuantizeConfig, overrides=overrides)
+
+
+def path(text: str) -> Path:
+    """Return the file or folder of that name, also where the shell left a ~ in it, as in --out=~/OUT."""
+    return Path(at_home(text))
 
 
 def size(text: str) -> int:

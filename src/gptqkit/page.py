@@ -14,6 +14,7 @@ from .export.checkpoint import REPORT
 from .export.shards import read_json, some
 from .figures import PALETTE, Html, heat_file, heat_map, line_chart, line_legend, shorten, tag
 from .heatmap import MOST_BLOCKS, HeatMap, Module
+from .hub import at_home
 
 _WORST = 10
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -48,7 +49,7 @@ def report_html(checkpoint: str | Path) -> str:
     Raises:
         CheckpointError: There is no report, or it is damaged.
     """
-    report, modules = _read(Path(checkpoint))
+    report, modules = _read(Path(at_home(checkpoint)))
     name = report.get("model") or "Checkpoint"
     head = tag(
         "head",
@@ -72,7 +73,7 @@ def report_svg(checkpoint: str | Path) -> str:
     Raises:
         CheckpointError: There is no report, it is damaged, or it has no errors.
     """
-    heat = HeatMap.of(_read(Path(checkpoint))[1])
+    heat = HeatMap.of(_read(Path(at_home(checkpoint)))[1])
     if not heat.cells:
         raise CheckpointError(f"the report of {checkpoint} has no errors to draw; quantize with calibration text")
     return heat_file(heat, *_places(heat))

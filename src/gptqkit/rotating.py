@@ -13,6 +13,7 @@ from .errors import ArchitectureError
 from .export.convert import check_apart
 from .export.shards import read_json, write_json, write_shards
 from .export.staging import staged
+from .hub import at_home
 from .model import FloatModel
 from .modes import in_plain_modes
 from .quantizer.rotation import Rotation
@@ -69,7 +70,7 @@ def rotate(model: str | Path, out: str | Path, *, seed: int = 0, revision: str |
         GptqkitError: As `FloatModel` raises.
     """
     check_seed(seed)
-    source, out = FloatModel(model, revision=revision), Path(out)
+    source, out = FloatModel(model, revision=revision), Path(at_home(out))
     check_apart(source.path, out)
     name = type(source.model).__name__
     if name not in ARCHITECTURES:
