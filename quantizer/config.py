@@ -72,7 +72,7 @@ class QuantizeConfig:
             files of gptq carry beside them: the parts of every block get 2, 3, 4 or 8 bits, in groups of `group_size`
             or halves of it down to 32, or stay in floating point, as it matters most, but for modules that have an
             override.
-        target_size: Instead of that, the most that all tensors of the checkpoint may take, such as 4GB.
+        target_size: Instead of that, the most that all tensors of the checkpoint may take, in bytes or such as "4GB".
         sym: Symmetric or asymmetric grids: the zero point is fixed at 2^(bits-1), or chosen for every group.
         quality: "fast" solves every layer with gptq and refines it; "balanced" takes qep, simulated grids, and 40 steps
             of learned rounding per block; "best" 200 steps, and it tunes the scales of the whole model. Each sets
@@ -206,7 +206,6 @@ class QuantizeConfig:
             raise ConfigError(f"{choices[0]} and gguf's types both choose bits; leave one out")
         if len(choices) > 1:
             raise ConfigError("target_bits and target_size both choose bits; leave one out")
-        check_positive(self, "target_size")
 
     @property
     def chooses_bits(self) -> bool:

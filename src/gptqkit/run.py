@@ -29,7 +29,7 @@ class Run:
             bit. What is finished is left as it is.
         strict: Refuse a model with Linears that do not fit the format or the group size, instead of leaving them in
             floating point or taking smaller groups.
-        shard_size: Largest size of the checkpoint's files in bytes, unless a single tensor is larger.
+        shard_size: Largest size of the checkpoint's files, in bytes or such as "8GiB"; a single tensor may be larger.
         revision: Branch, tag or commit of a model on the Hub; by default the main branch.
         trust_remote_code: Run the Python code that comes with a float model.
         push_to_hub: Repository on the Hub, such as user/name, to upload the finished checkpoint to; it is made if it is
@@ -54,6 +54,6 @@ class Run:
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_positive(self, "batch_size", "shard_size")
+        check_positive(self, "batch_size")
         if self.push_to_hub is not None and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", self.push_to_hub):
             raise ConfigError(f"push_to_hub is {self.push_to_hub!r}; give a repository's name, such as user/name")

@@ -33,9 +33,9 @@ _TYPES: dict[str, tuple[str, type, Callable[[Any], Any]]] = {
 
 
 def check_types(record: Any) -> None:
-    """Raise ConfigError where a field that takes True and False, numbers or one of some names has another.
+    """Raise ConfigError where a field that takes True and False, numbers, sizes or one of some names has another.
 
-    Numbers of numpy become Python's, which JSON can hold.
+    Numbers of numpy become Python's, which JSON can hold, and texts such as "8GiB" bytes.
     """
     for each in dataclasses.fields(record):
         kind, value = str(each.type).removesuffix(" | None"), getattr(record, each.name)
@@ -44,6 +44,9 @@ def check_types(record: Any) -> None:
         names = [*each.metadata.get("choices", ())] if kind == "str" else []
         if names and value not in names:
             raise ConfigError(f"{each.name} is {value!r}; choose one of {', '.join(names)}")
+        if "size" in each.metadata:
+            object.__setattr__(record, each.name, bytes_of(each.name, value))
+            continue
         if kind not in _TYPES:
             continue
         wanted, number, make = _TYPES[kind]

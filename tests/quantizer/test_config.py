@@ -29,7 +29,7 @@ from gptqkit.settings import settings_of
         ({"overrides": {"q_proj": {"type": "Q4"}}}, "type is 'Q4'"),
         ({"overrides": {"q_proj": {"bits": 4}}, "type": "Q6_K"}, "override 'q_proj' gives bits or groups"),
         ({"overrides": {5: {"bits": 4}}}, "override pattern 5 is not a regular expression"),
-        ({"target_size": -5}, "target_size is -5; it must be positive"),
+        ({"target_size": -5}, "target_size is -5; give bytes, or a text such as 8GiB"),
         ({"overrides": {"q_proj": {"type": "q4_0", "skip": True}}}, "not both"),
         ({"damp_percent": 0.0}, "damp_percent is 0.0"),
         ({"damp_percent": 1.0}, "damp_percent is 1.0"),
@@ -57,7 +57,8 @@ def test_what_cannot_be_is_refused(settings, message):
         (QuantizeConfig, "desc_act", 1, "True or False"),
         (QuantizeConfig, "refine_rounds", 1.5, "a whole number"),
         (QuantizeConfig, "tune_epochs", True, "a whole number"),
-        (QuantizeConfig, "target_size", "5MB", "a whole number"),
+        (QuantizeConfig, "target_size", True, "bytes, or a text such as 8GiB"),
+        (Run, "shard_size", 2.5, "bytes, or a text such as 8GiB"),
         (QuantizeConfig, "damp_percent", "0.1", "a number"),
         (QuantizeConfig, "target_bits", "3", "a number"),
         (Calibration, "samples", 2.5, "a whole number"),
@@ -72,6 +73,15 @@ def test_settings_of_another_type_are_refused_by_name(kind, name, value, wanted)
     source = {"source": None} if kind is Calibration else {}
     with pytest.raises(ConfigError, match=f"^{name} is {value!r}; give {wanted}$"):
         settings_of(kind, {**source, name: value})
+
+
+def test_sizes_may_be_texts_as_on_the_command_line():
+    assert Run(shard_size="1.5GiB").shard_size == 3 << 29
+    config = QuantizeConfig(target_size="5MB")
+    assert config.target_size == 5_000_000
+    assert QuantizeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    with pytest.raises(ConfigError, match="target_size: '5 apples' is no size; give one such as 8GiB"):
+        QuantizeConfig(target_size="5 apples")
 
 
 def test_the_first_matching_override_counts():
