@@ -200,7 +200,9 @@ class QuantizeConfig:
 
     def _check_choice(self) -> None:
         if self.target_bits is not None and not 2 < self.target_bits < 16:
-            raise ConfigError(f"target_bits is {self.target_bits}; give an average between 2 and 16, such as 3.25")
+            raise ConfigError(
+                f"target_bits is {self.target_bits:g}; give more than 2 and less than 16 bits per weight, such as 3.25"
+            )
         choices = [name for name in ("target_bits", "target_size") if getattr(self, name) is not None]
         if choices and self.type is not None:
             raise ConfigError(f"{choices[0]} and gguf's types both choose bits; leave one out")

@@ -261,7 +261,11 @@ REFUSED = [
     (OutputExistsError, "something else than a quantized model", {"out": "llama", "run": {"overwrite": True}}),
     (ConfigError, "llama/out and .*/llama lie in one another", {"out": "llama/out"}),
     (CalibrationError, "method .qep. needs calibration text; only method .rtn. by itself", {"source": None}),
-    (CalibrationError, "the choice of bits need calibration", {"source": None, "method": "rtn", "target_bits": 3.5}),
+    (
+        CalibrationError,
+        "^target_bits needs calibration text; only method 'rtn' by itself",
+        {"source": None, "method": "rtn", "target_bits": 3.5},
+    ),
     (CalibrationError, "the model's vocabulary", {"source": IDS + 90}),
     (ConfigError, "sequence_length is 65, but the model has 64 positions", {"length": 65}),
     (ConfigError, "sequence_length is 65, but .* 64 positions", {"length": None, "source": IDS.new_ones(2, 65)}),

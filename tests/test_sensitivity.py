@@ -185,8 +185,9 @@ def test_overrides_stand_and_a_finished_job_is_known_again(tmp_path):
 
 
 def test_what_cannot_be_chosen(tmp_path):
-    with pytest.raises(ConfigError, match="target_bits"):
-        QuantizeConfig(target_bits=1.5)
+    for value in (0, 2, 16, 20, float("nan")):
+        with pytest.raises(ConfigError, match=f"^target_bits is {value}; give more than 2 and less than 16 bits"):
+            QuantizeConfig(target_bits=value)
     with pytest.raises(ConfigError, match=r"target_bits is 2\.4, but the smallest widths make 2\.563 on average; give"):
         quantize(build("qwen2"), tmp_path / "out", samples(8), target_bits=2.4, progress=lambda _: pytest.fail("began"))
     least = quantize(build("qwen2"), tmp_path / "least", samples(8), target_bits=2.563).report.modules
@@ -194,7 +195,9 @@ def test_what_cannot_be_chosen(tmp_path):
     with pytest.raises(ConfigError, match="leave one out"):
         QuantizeConfig(target_bits=3.5, target_size=1 << 30)
     with pytest.raises(ConfigError, match=r"1\.00 GiB, in which everything fits in floating point; give less"):
-        quantize(build("qwen2"), tmp_path / "out", samples(8), target_size=1 << 30)
+        quantize(
+            build("qwen2"), tmp_path / "out", samples(8), target_size=1 << 30, progress=lambda _: pytest.fail("began")
+        )
     with pytest.raises(ConfigError, match="one setting"):
         quantize(build("qwen2"), tmp_path / "out", bits=4, format="awq", target_bits=3.5)
 

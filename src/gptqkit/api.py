@@ -188,10 +188,11 @@ def _pushed(out: Path, run: Run, processes: Processes) -> str | None:
 
 def _calibration(given: Any, config: QuantizeConfig) -> Calibration | None:
     if given is None and needs_calibration(config):
-        who = f"method {config.method!r} needs"
-        if not find_method(config.method).needs:
-            who = "learning, tuning and the choice of bits need"
-        raise CalibrationError(f"{who} calibration text; only method 'rtn' by itself does not")
+        settings = ("target_bits", "target_size", "learn_iterations", "tune_epochs")
+        who = next((name for name in settings if getattr(config, name)), "")
+        if find_method(config.method).needs:
+            who = f"method {config.method!r}"
+        raise CalibrationError(f"{who} needs calibration text; only method 'rtn' by itself does not")
     return None if given is None else calibration_of(given)
 
 

@@ -68,11 +68,6 @@ def with_chosen_bits(
     parts, members, whole = sensitivities(source, samples, config, processes, run, progress, out)
     free = [target for group in members.values() for target in group]
     chosen = allocate_bits(parts, _budget(whole, free, parts, config))
-    if free and not config.overrides and all(candidate.bits is None for candidate in chosen.values()):
-        name, given = "target_bits", str(config.target_bits)
-        if config.target_size is not None:
-            name, given = "target_size", size_text(config.target_size)
-        raise ConfigError(f"{name} is {given}, in which everything fits in floating point; give less")
     if processes.rank == 0:
         counts = Counter[str]()
         for name in sorted(chosen, key=lambda each: (chosen[each].bits or math.inf, -(chosen[each].group_size or 0))):
@@ -113,7 +108,11 @@ def sensitivities(
     if config.chooses_bits:  # a target that is out of reach shows before any work
         free = [each for own in targets for each in own if not _is_given(each, config)]
         lossless = {each.name: _candidates([each], dict.fromkeys(_ways([each]), 0.0), config) for each in free}
-        _budget(whole, free, lossless, config)
+        budget = _budget(whole, free, lossless, config)
+        floats = 8 * source.dtype.itemsize * sum(each.weights for each in free)
+        if config.target_size is not None and not config.overrides and 0 < floats <= budget:
+            asked = size_text(config.target_size)
+            raise ConfigError(f"target_size is {asked}, in which everything fits in floating point; give less")
     parts: dict[str, list[Candidate]] = {}
     members: dict[str, list[Target]] = {}
     for layer, streams in float_blocks(source, samples, processes, run, out, skip=config.skip_nonfinite):
