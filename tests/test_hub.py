@@ -239,7 +239,7 @@ def test_a_leading_tilde_is_the_home_folder_wherever_a_path_may_stand(kind, exam
     assert gptqkit.inspect(out).format == "gptq_v2"
     assert gptqkit.compare([out], text, how, reference=model)[0].scores.perplexity > 0
     assert "out" in gptqkit.report_html(out)
-    assert gptqkit.report_png(out)
+    assert gptqkit.report_svg(out)
     assert gptqkit.plan(model, kind("~/planned"), run=run).blocks == 2
     assert gptqkit.recommend(model, "1GB", "vllm")
     gptqkit.convert(out, kind("~/converted"), format="gptq")

@@ -100,6 +100,17 @@ def cells(page):
     return [(shape["class"], float(shape["fill-opacity"])) for tag, shape in page.shapes if tag == "rect"]
 
 
+@pytest.mark.parametrize("option", ["--html", "--svg"])
+@pytest.mark.parametrize("name", ["missing/file", "."])
+def test_what_cannot_be_written_is_refused_before_anything_is(option, name, draw, tmp_path, capsys):
+    assert draw(small_report())[0] == 0
+    (tmp_path / "quantization_report.html").unlink()
+    before = sorted(tmp_path.iterdir())
+    assert cli.main(["report", str(tmp_path), option, str(tmp_path / name)]) == 1
+    assert f"error: {option} is {tmp_path / name}; give a file, in a folder that exists\n" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_the_page_of_a_quantized_model_shows_its_numbers(example_model, small_text, tmp_path, capsys):
     text, out, page = tmp_path / "small.txt", tmp_path / "out", tmp_path / "page.html"
     text.write_text(small_text[:800], encoding="utf-8", newline="")

@@ -134,6 +134,9 @@ def report(arguments: argparse.Namespace) -> None:
     file = arguments.html or arguments.checkpoint / "quantization_report.html"
     if arguments.svg is not None and arguments.svg.resolve() == file.resolve():
         raise ConfigError(f"{file} cannot be both page and picture; give --svg another file")
+    for option, given in (("--html", arguments.html), ("--svg", arguments.svg)):
+        if given is not None and (given.is_dir() or not given.parent.is_dir()):
+            raise ConfigError(f"{option} is {given}; give a file, in a folder that exists")
     page = gptqkit.report_html(arguments.checkpoint)
     if arguments.html is None:
         file.unlink(missing_ok=True)  # a link that came with a downloaded checkpoint is not followed
