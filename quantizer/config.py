@@ -93,6 +93,7 @@ class QuantizeConfig:
             the weights, weighted by diag(H); "sim" then tries the sweep itself on grids nearby, but for static groups
             and K-quants. With "rtn" the default is "minmax".
         alpha: Strength of the correction for earlier layers, from 0 to 1; 0.25 for gptaq and 0.5 for qep by default.
+            Not for methods without it.
         refine_rounds: How often, after the sweep, every group's scale and then its codes are decided again, all others
             being known (arXiv 2309.01885); 0 for not at all.
         learn_iterations: Steps of learned rounding after a block is solved: its codes and scales are moved until its
@@ -173,9 +174,12 @@ class QuantizeConfig:
             object.__setattr__(self, "act_group_aware", not self.desc_act)
         if self.damp_percent is not None and not 0 < self.damp_percent < 1:
             raise ConfigError(f"damp_percent is {self.damp_percent}; it must lie between 0 and 1 (0.01 is usual)")
-        if self.alpha is None:
+        if self.method in ("rtn", "gptq"):
+            if self.alpha is not None:
+                raise ConfigError(f"alpha is {self.alpha}, but {self.method} has no correction; leave it out (None)")
+        elif self.alpha is None:
             object.__setattr__(self, "alpha", 0.5 if self.method == "qep" else 0.25)
-        if not 0 <= self.alpha <= 1:
+        elif not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha is {self.alpha}; it must lie between 0 and 1 (0.25 is published)")
         for name, usual in {"refine_rounds": 2, "learn_iterations": 40, "tune_epochs": 4}.items():
             if getattr(self, name) < 0:
@@ -216,7 +220,8 @@ class QuantizeConfig:
 
     def plain_rounding(self) -> QuantizeConfig:
         """Return the same grids without search or solver: what every method is compared with."""
-        return dataclasses.replace(self, method="rtn", grid="minmax", refine_rounds=0, learn_iterations=0)
+        plain: dict[str, Any] = {"method": "rtn", "grid": "minmax", "alpha": None}
+        return dataclasses.replace(self, **plain, refine_rounds=0, learn_iterations=0)
 
     def for_module(self, name: str) -> QuantizeConfig | None:
         """Return the settings for the module called `name`, or None where it stays in floating point."""

@@ -33,7 +33,9 @@ from gptqkit.settings import settings_of
         ({"overrides": {"q_proj": {"type": "q4_0", "skip": True}}}, "not both"),
         ({"damp_percent": 0.0}, "damp_percent is 0.0"),
         ({"damp_percent": 1.0}, "damp_percent is 1.0"),
-        ({"alpha": 1.5}, "alpha is 1.5"),
+        ({"alpha": 1.5}, "alpha is 1.5; it must lie between 0 and 1"),
+        ({"alpha": 0.25, "method": "gptq"}, "alpha is 0.25, but gptq has no correction; leave it out"),
+        ({"alpha": 0.5, "quality": "fast"}, "alpha is 0.5, but gptq has no correction"),
         ({"block_size": 0}, "block_size is 0"),
         ({"desc_act": True, "act_group_aware": True}, "two orders"),
         ({"bits": 4.0}, "bits is 4.0"),
@@ -108,6 +110,8 @@ def test_defaults_that_depend_on_other_settings():
     assert QuantizeConfig(method="rtn").grid == "minmax"
     assert QuantizeConfig().quality == "balanced"
     assert QuantizeConfig(method="gptq").quality == "fast"
+    assert [QuantizeConfig(method=name).alpha for name in ("rtn", "gptq", "gptaq", "qep")] == [None, None, 0.25, 0.5]
+    assert QuantizeConfig(method="qep", alpha=0.75).plain_rounding().alpha is None
     assert QuantizeConfig(quality="best").tune_epochs > QuantizeConfig(quality="best", type="Q4_K_M").tune_epochs == 0
 
 

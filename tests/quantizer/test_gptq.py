@@ -212,7 +212,9 @@ def test_methods_that_share_moments_do_not_share_corrections():
     together = Moments(hessian=hessian, cross=cross)
     for solve in (gptq.solve_gptq, gptq.solve_gptaq, gptq.solve_qep, gptq.solve_gptq):
         alone = Moments(hessian=hessian, cross=cross)
-        found, expected = (solve(weight, given, config(), IntegerZeroPoint()).weight for given in (together, alone))
+        found, expected = (
+            solve(weight, given, config(method="qep"), IntegerZeroPoint()).weight for given in (together, alone)
+        )
         assert torch.equal(found.codes, expected.codes)
         assert torch.equal(found.scale, expected.scale)
 
@@ -234,7 +236,7 @@ def test_gptq_beats_rounding_and_gptaq_beats_gptq_against_the_float_stream(order
     drift = torch.eye(128) + 0.2 * correlated(128, 128, 1, seed=1)[0] / 128**0.5
     inputs = float_inputs @ drift  # what errors in earlier layers do
     hessian, cross = moments(inputs), (float_inputs - inputs).T @ inputs / len(inputs)
-    settings = config(bits=bits, float64=False, **ORDERS[order])
+    settings = config(bits=bits, float64=False, method="gptaq", **ORDERS[order])
     w = weight.float()
     rounded = solve_rtn(weight, dataclasses.replace(settings, grid="minmax")).weight.dequantize()
     gptq = solve_gptq(weight, hessian, settings).weight.dequantize()
@@ -362,7 +364,7 @@ def test_bad_input_is_named():
     cross[3, 4] = torch.inf
     for solve in (solve_gptaq, solve_qep):
         with pytest.raises(NonFiniteError, match="C holds"):
-            solve(weight, hessian, cross, config())
+            solve(weight, hessian, cross, config(method="gptaq"))
     weight[0, 0] = torch.inf
     with pytest.raises(NonFiniteError, match="weight"):
         solve_gptq(weight, hessian, config())
