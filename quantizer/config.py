@@ -225,18 +225,20 @@ class QuantizeConfig:
 
     def for_module(self, name: str) -> QuantizeConfig | None:
         """Return the settings for the module called `name`, or None where it stays in floating point."""
-        for pattern, override in self.overrides.items():
-            if re.search(pattern, name):
-                if override.skip:
-                    return None
-                if override.type is not None:
-                    return self.with_type(override.type)
-                return dataclasses.replace(
-                    self,
-                    bits=self.bits if override.bits is None else override.bits,
-                    group_size=self.group_size if override.group_size is None else override.group_size,
-                )
-        return self
+        override = self.override_of(name)
+        if override is None or override.skip:
+            return None if override else self
+        if override.type is not None:
+            return self.with_type(override.type)
+        return dataclasses.replace(
+            self,
+            bits=self.bits if override.bits is None else override.bits,
+            group_size=self.group_size if override.group_size is None else override.group_size,
+        )
+
+    def override_of(self, name: str) -> ModuleOverride | None:
+        """Return the first override whose pattern matches the module called `name`; None where there is none."""
+        return next((override for pattern, override in self.overrides.items() if re.search(pattern, name)), None)
 
     def with_type(self, name: str) -> QuantizeConfig:
         """Return the same settings for another type of block."""

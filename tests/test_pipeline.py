@@ -255,7 +255,11 @@ WITHOUT_TOKENS = transformers.ResNetModel(transformers.ResNetConfig(embedding_si
 MISSPELT = {"lm_head": SKIP, "donw_proj": SKIP}
 STRICT = {"strict": True}
 THREE_BITS = {"bits": 3, "run": STRICT}
-ODD, ODD_EXPERTS = build("mistral", intermediate_size=80), build("mixtral", intermediate_size=80)
+ROUTED, ODD, ODD_EXPERTS = (
+    build("qwen2_moe"),
+    build("mistral", intermediate_size=80),
+    build("mixtral", intermediate_size=80),
+)
 REFUSED = [
     (OutputExistsError, "there exists", {"out": "there"}),
     (OutputExistsError, "something else than a quantized model", {"out": "llama", "run": {"overwrite": True}}),
@@ -278,6 +282,16 @@ REFUSED = [
     (ArchitectureError, "ResNetModel has no embedding of token ids", {"model": WITHOUT_TOKENS}),
     (ConfigError, r"'donw_proj' matches no Linear .* example model.layers.0.self_attn.q_proj", {"overrides": MISSPELT}),
     (ConfigError, r"'head' matches no Linear .* is with lm_head only", {"overrides": {"head": {"bits": 8}}}),
+    (
+        ConfigError,
+        r"'gate\$' matches no Linear .* \(routers are not",
+        {"model": ROUTED, "overrides": {"gate$": {"bits": 8}}},
+    ),
+    (
+        ConfigError,
+        "'down_proj' changes nothing: .* put it before them",
+        {"overrides": {"_proj": {"bits": 8}, "down_proj": SKIP}},
+    ),
     (ArchitectureError, "no module is left to quantize: the overrides skip them all", {"overrides": {"": SKIP}}),
     (ConfigError, "a type, which only GGUF knows", {"overrides": {"q_proj": {"type": "q4_0"}}}),
     (ConfigError, "lm_head shares its weight with an input embedding", {"lm_head": True}),

@@ -163,22 +163,14 @@ def find_targets(
     do routers and what the overrides skip, which are not named.
 
     Raises:
-        ConfigError: Settings that the format cannot hold, or an override that matches none.
+        ConfigError: Settings that the format cannot hold, or an override that changes nothing.
         ArchitectureError: The overrides leave nothing to quantize.
     """
-    every = {name: module for name, module in model.named_modules() if is_matrix(module)}
-    inside, head = tuple(f"{path}." for path in blocks), output_layer(model) if config.lm_head else None
-    names = [name for name, module in every.items() if name.startswith(inside) or module is head]
-    for pattern, override in config.overrides.items():
-        if not any(re.search(pattern, name) for name in (every if override.skip else names)):
-            raise ConfigError(
-                f"the override {pattern!r} matches no Linear of {type(model).__name__} that is quantized (the output "
-                f"layer is with lm_head only), for example {', '.join(names[:3])}; correct the pattern or leave it out"
-            )
+    routers = set().union(*map(find_routers, blocks.values()))
+    _check_overrides(model, tuple(f"{path}." for path in blocks), routers, config)
     targets: list[list[Target]] = []
     left: dict[str, str] = {}
     for path, block in blocks.items():
-        routers = find_routers(block)
         chosen: list[Target] = []
         for inner, module in block.named_modules():
             name = f"{path}.{inner}"
@@ -197,6 +189,28 @@ def find_targets(
         reasons = some(f"{name}: {why}" for name, why in left.items())
         raise ArchitectureError(f"no module is left to quantize: {reasons or 'the overrides skip them all'}")
     return targets, left
+
+
+def _check_overrides(
+    model: PreTrainedModel, inside: tuple[str, ...], routers: set[nn.Module], config: QuantizeConfig
+) -> None:
+    """Raise ConfigError for an override that matches nothing, or only what others before it match."""
+    every = {name: module for name, module in model.named_modules() if is_matrix(module)}
+    head = output_layer(model) if config.lm_head else None
+    names = [name for name, each in every.items() if each is head or (name.startswith(inside) and each not in routers)]
+    for pattern, override in config.overrides.items():
+        matched = [name for name in (every if override.skip else names) if re.search(pattern, name)]
+        if not matched:
+            raise ConfigError(
+                f"the override {pattern!r} matches no Linear of {type(model).__name__} that is quantized (routers are "
+                f"not, the output layer is with lm_head only), for example {', '.join(names[:3])}; correct the pattern "
+                "or leave it out"
+            )
+        if all(config.override_of(name) != override for name in matched):
+            raise ConfigError(
+                f"the override {pattern!r} changes nothing: of those that match a name the first counts, and others "
+                "come before it wherever it matches; put it before them or leave it out"
+            )
 
 
 def _target(model: PreTrainedModel, name: str, inner: str, config: QuantizeConfig, common: QuantizeConfig) -> Target:
