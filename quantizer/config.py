@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from ..errors import ConfigError
@@ -28,6 +29,9 @@ _WITHOUT_MOMENTS: Mapping[str, Any] = {"grid": "minmax", "refine_rounds": 0}
 _BY_QUALITY: Any = None
 _BY_METHOD: Any = None
 _BY_TOKENS: Any = None
+
+
+_compiled = cache(re.compile)  # whose own cache holds 512, and there may be an override for every Linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +202,7 @@ class QuantizeConfig:
             if self.type is not None and (override.bits, override.group_size) != (None, None):
                 raise ConfigError(f"override {pattern!r} gives bits or groups, which GGUF's types decide; give a type")
             try:
-                re.compile(pattern)
+                _compiled(pattern)
             except (re.error, TypeError) as error:
                 raise ConfigError(f"override pattern {pattern!r} is not a regular expression: {error}") from error
 
@@ -238,7 +242,7 @@ class QuantizeConfig:
 
     def override_of(self, name: str) -> ModuleOverride | None:
         """Return the first override whose pattern matches the module called `name`; None where there is none."""
-        return next((override for pattern, override in self.overrides.items() if re.search(pattern, name)), None)
+        return next((override for pattern, override in self.overrides.items() if _compiled(pattern).search(name)), None)
 
     def with_type(self, name: str) -> QuantizeConfig:
         """Return the same settings for another type of block."""

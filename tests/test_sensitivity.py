@@ -184,6 +184,22 @@ def test_overrides_stand_and_a_finished_job_is_known_again(tmp_path):
     assert again.config == report.config
 
 
+def test_experts_of_a_layer_are_chosen_by_one_pattern_and_overrides_come_before_it(tmp_path):
+    settings = {"bits": 3, "target_bits": 4.0, "overrides": {r"experts\.1\.": {"bits": 8}}}
+    report = quantize(build("qwen3_moe"), tmp_path / "out", samples(8), **settings).report
+    patterns = [each for each in report.config.overrides if "experts" in each]
+    assert patterns[0] == r"experts\.1\."
+    assert 1 < len(patterns) <= 1 + 2 * 3  # two layers of four experts, each of three Linears
+    found = {module.name: module.bits for module in report.modules if ".experts." in module.name}
+    assert {bits for name, bits in found.items() if ".1." in name.partition("experts")[2]} == {8}
+    others = {name: bits for name, bits in found.items() if ".1." not in name.partition("experts")[2]}
+    kept = {re.sub(r"experts\.\d", "experts", name): set() for name in others}
+    for name, bits in others.items():
+        kept[re.sub(r"experts\.\d", "experts", name)].add(bits)
+    assert {len(each) for each in kept.values()} == {1}
+    assert inspect(tmp_path / "out").bits[8] >= 6
+
+
 def test_what_cannot_be_chosen(tmp_path):
     for value in (0, 2, 16, 20, float("nan")):
         with pytest.raises(ConfigError, match=f"^target_bits is {value}; give more than 2 and less than 16 bits"):

@@ -74,12 +74,12 @@ def with_chosen_bits(
             counts[_name(chosen[name])] += len(members[name])
         _LOG.info("chosen: %s", ", ".join(f"{count} modules {kept}" for kept, count in counts.items()))
     overrides = {
-        f"^{re.escape(target.name)}$": _override(candidate)
+        _pattern(target): _override(candidate)
         for name, candidate in chosen.items()
         for target in members[name]
         if (candidate.bits, candidate.group_size) != (target.config.bits, target.config.group_size)
     }
-    return dataclasses.replace(config, overrides={**overrides, **config.overrides})
+    return dataclasses.replace(config, overrides={**config.overrides, **overrides})
 
 
 def sensitivities(
@@ -130,6 +130,14 @@ def _name(candidate: Candidate) -> str:
         return "in floating point"
     groups = "" if candidate.group_size is None else f" in groups of {candidate.group_size}"
     return f"of {candidate.bits} bits{groups}"
+
+
+def _pattern(target: Target) -> str:
+    """Return what matches a Linear, or the same one of all experts of its layer, which are kept alike."""
+    if target.expert is None:
+        return f"^{re.escape(target.name)}$"
+    path, _, leaf = target.name.rsplit(".", 2)
+    return rf"^{re.escape(path)}\.\d+\.{re.escape(leaf)}$"
 
 
 def _override(candidate: Candidate) -> ModuleOverride:

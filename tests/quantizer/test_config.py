@@ -6,7 +6,7 @@ import pytest
 from gptqkit.calibration.config import Calibration
 from gptqkit.errors import ConfigError
 from gptqkit.evaluation.config import Evaluation
-from gptqkit.quantizer.config import ModuleOverride, QuantizeConfig
+from gptqkit.quantizer.config import ModuleOverride, QuantizeConfig, _compiled
 from gptqkit.run import Run
 from gptqkit.settings import settings_of
 
@@ -101,6 +101,14 @@ def test_the_first_matching_override_counts():
     assert config.for_module("model.layers.1.self_attn.q_proj") is config
     with pytest.raises(ConfigError, match="not both"):
         ModuleOverride(skip=True, bits=4)
+
+
+def test_every_pattern_is_compiled_once_however_many_there_are():
+    names = [f"layers.{number}.once" for number in range(600)]
+    before = _compiled.cache_info().misses
+    config = QuantizeConfig(overrides={f"^{name}$": ModuleOverride(bits=8) for name in names})
+    assert {config.for_module(name).bits for name in names[::100]} == {8}
+    assert _compiled.cache_info().misses == before + 600
 
 
 def test_defaults_that_depend_on_other_settings():
