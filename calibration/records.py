@@ -16,15 +16,18 @@ from .chats import Chat
 Document: TypeAlias = str | Chat | Tensor
 """Text, a chat, or token ids, int64: (n,) of a document, (1, n) of a ready sample. One without content is empty."""
 
-COLUMNS = ("text", "content", "messages", "input_ids")
+COLUMNS = ("text", "content", "messages", "conversations", "input_ids")
 """The columns that are looked for, in this order, where none is named."""
+
+SPEAKERS = {"human": "user", "gpt": "assistant"}
+"""Roles by what chats in ShareGPT's form call them."""
 
 MOST = 4 << 30  # characters of one file: more is a mistake, or a file that is small but unpacks to anything
 NESTING = 2  # lists in a list: a batch of records, each of which holds several documents
 
 KINDS = (
-    "text, a chat (a list of messages with 'role' and 'content'), token ids (whole numbers of 64 bits), a record of "
-    "one of these, or a batch of them"
+    "text, a chat (a list of messages with 'role' and 'content', or 'from' and 'value'), token ids (whole numbers of "
+    "64 bits), a record of one of these, or a batch of them"
 )
 
 
@@ -61,7 +64,7 @@ class Reader:
         elif ids is not None:
             yield from self._rows(ids, mask)
         elif _is_chat(value):
-            yield Chat(value, f"document {self._number} of {self._name}")
+            yield Chat([*map(_message, value)], f"document {self._number} of {self._name}")
         elif depth and isinstance(value, Sequence) and not isinstance(value, bytes):
             if isinstance(value, tuple) and len(value) > 1 and _tensors(value):
                 raise self._nameless()
@@ -197,7 +200,14 @@ def _tensors(values: Sequence[Any]) -> bool:
 def _is_chat(value: Any) -> bool:
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
         return False
-    return all(isinstance(item, Mapping) and "role" in item for item in value)
+    return all(isinstance(item, Mapping) and ("role" in item or {"from", "value"} <= item.keys()) for item in value)
+
+
+def _message(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with role and content, also where ShareGPT's form says from and value."""
+    if "role" in given:
+        return given
+    return {"role": SPEAKERS.get(given["from"], given["from"]), "content": given["value"]}
 
 
 def shown(value: Any) -> str:

@@ -402,7 +402,9 @@ def test_texts_chats_and_ids_come_in_any_container(chatting, read):
     with pytest.raises(CalibrationError, match="no split 'dev', but 'train', 'test'; name one with split"):
         read(split, split="dev")
     expected = chatting.backend_tokenizer.encode(RENDERED, add_special_tokens=False).ids
-    for source in (CHAT, [CHAT], [{"messages": CHAT}], {"messages": [CHAT]}, {"messages": CHAT}):
+    shared = [{"from": "human", "value": CHAT[0]["content"]}, {"from": "gpt", "value": CHAT[1]["content"]}]
+    shares = (shared, [{"id": "a", "conversations": shared}], {"conversations": [shared]})
+    for source in (CHAT, [CHAT], [{"messages": CHAT}], {"messages": [CHAT]}, {"messages": CHAT}, *shares):
         assert load_text(source, chatting).tolist() == expected
     for source in (
         [1, 2, 3],
