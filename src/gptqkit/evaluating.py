@@ -163,6 +163,9 @@ def _pooling(folders: Iterable[Path]) -> Pooling:
 def _open(model: Any, config: Evaluation, backend: str) -> tuple[Any, Any | None]:
     """Return the model in a folder, or itself, and its tokenizer if it brings one."""
     if isinstance(model, nn.Module):
+        if not hasattr(model, "can_generate"):
+            inside = "; give its .module" if hasattr(model, "module") else ""
+            raise ConfigError(f"the model is a {type(model).__name__}, none of transformers{inside}")
         return model, None
     if not isinstance(model, Path):
         raise ConfigError(f"{model!r} is no model; give a folder, an id of the Hub, or a loaded model")

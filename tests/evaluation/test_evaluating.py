@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from gptqkit.errors import CalibrationError, ConfigError
 from gptqkit.evaluating import evaluate
@@ -55,6 +56,18 @@ def test_windows_are_as_long_as_the_model_takes_and_never_longer(example_model, 
         evaluate(example_model, text_file, Evaluation(sequence_length=513, device="cpu"))
     with pytest.raises(ConfigError, match="is not quantized"):
         evaluate(example_model, text_file, Evaluation(backend="torch", device="cpu"))
+
+
+def test_a_module_that_is_no_model_of_transformers_is_refused():
+    model = build("llama")
+    for given, message in (
+        (torch.nn.DataParallel(model), "DataParallel, .*; give its .module$"),
+        (model.model.norm, "RMSNorm"),
+    ):
+        with pytest.raises(ConfigError, match=f"the model is a .*{message}"):
+            evaluate(given, [[1, 2, 3]])
+        with pytest.raises(ConfigError, match=f"the model is a .*{message}"):
+            evaluate(model, [[1, 2, 3]], reference=given)
 
 
 def test_a_tokenizer_that_is_given_stands_for_the_model_s_own(example_model, tokenizer, small_text):
