@@ -442,8 +442,12 @@ def test_a_finished_job_is_not_resumed_but_reported(job_models, undisturbed, tmp
     assert "seconds" not in quantization_summary(QuantizationReport.from_dict(again))
     with pytest.raises(OutputExistsError, match=r"another job's: config\.bits was 3, now 4"):
         quantize(job_models, "gptq", out, resume=True, settings={"bits": 4})
-    with pytest.raises(OutputExistsError, match=r"another job's: seed was 0, now 7"):
+    with pytest.raises(OutputExistsError, match=r"another job's: .*calibration\.seed was 0, now 7"):
         quantize(job_models, "gptq", out, resume=True, calibration={"source": samples(4).input_ids, "seed": 7})
+    with pytest.raises(
+        OutputExistsError, match=r"calibration\.source was 'Tensor', now 'a\.txt', .*samples was 128, now 7"
+    ):
+        quantize(job_models, "gptq", out, resume=True, calibration={"source": tmp_path / "a.txt", "samples": 7})
     shutil.copytree(job_models, tmp_path / "others")
     for file in (tmp_path / "others").glob("*/model.safetensors"):
         save_file({name: 1.5 * tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})

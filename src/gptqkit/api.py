@@ -126,8 +126,8 @@ def quantize(
     with join(choose_device(run.device)) as processes, on_disk(model) as (path, name):
         with processes.together():
             source = FloatModel(path, trust_remote_code=run.trust_remote_code, revision=run.revision)
-            seed = 0 if calibration is None else calibration.seed
-            done = _finished(out, config, source, seed, run) if processes.rank == 0 else None
+            asked = _asked(calibration)
+            done = _finished(out, config, source, asked, run) if processes.rank == 0 else None
         if (done := processes.gather(done)[0]) is not None:
             _warn_unmeasured(done, out, evaluate_on)
             return QuantizeResult(done, out, _pushed(out, run, processes))
@@ -156,7 +156,7 @@ def quantize(
             pipeline = Pipeline(source, samples, config, job, processes, run=run, progress=progress)
             with explained_memory():
                 pipeline.run()
-            report = pipeline.report(name, seed)
+            report = pipeline.report(name, asked)
             staged, report = _completed(job, pipeline, tokenizer, run, report)
             with processes.together():
                 if processes.rank == 0:
@@ -196,6 +196,11 @@ def _calibration(given: Any, config: QuantizeConfig) -> Calibration | None:
     return None if given is None else calibration_of(given)
 
 
+def _asked(calibration: Calibration | None) -> dict[str, Any]:
+    """Return plain values that tell one calibration from another, as far as can be told without reading its text."""
+    return {} if calibration is None else {**vars(calibration), "source": public_name(calibration.source)}
+
+
 def _completed(
     job: Job, pipeline: Pipeline, tokenizer: Any, run: Run, report: QuantizationReport
 ) -> tuple[Path, QuantizationReport]:
@@ -233,7 +238,9 @@ def _check_predicts(source: FloatModel, config: QuantizeConfig) -> None:
         )
 
 
-def _finished(out: Path, config: QuantizeConfig, source: FloatModel, seed: int, run: Run) -> QuantizationReport | None:
+def _finished(
+    out: Path, config: QuantizeConfig, source: FloatModel, asked: Mapping[str, Any], run: Run
+) -> QuantizationReport | None:
     """Return the report of a finished checkpoint of the same model and settings; None where there is none to resume."""
     if run.overwrite or not run.resume:
         return None
@@ -243,8 +250,8 @@ def _finished(out: Path, config: QuantizeConfig, source: FloatModel, seed: int, 
     report = QuantizationReport.from_dict(read_json(out / REPORT))
     if config.chooses_bits:
         config = replace(config, overrides=report.config.overrides)  # these were chosen
-    before = {"model": report.digests, "seed": report.seed, "config": report.config.to_dict()}
-    different = differences(before, {"model": source.identity(), "seed": seed, "config": config.to_dict()})
+    before = {"model": report.digests, "calibration": report.calibration, "config": report.config.to_dict()}
+    different = differences(before, {"model": source.identity(), "calibration": asked, "config": config.to_dict()})
     if different:
         raise OutputExistsError(
             f"{out} is finished, but is another job's: {some(different)}; choose another directory, or overwrite it"

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -120,8 +121,8 @@ class Pipeline:
         work = partial(tune, directory, self.model, self.batches, self.processes)
         return work(epochs=self.config.tune_epochs, dtype=self.dtype, progress=self._progress)
 
-    def report(self, name: str, seed: int) -> QuantizationReport:
-        """Return the report on the whole, with the name of the model and the seed of its samples."""
+    def report(self, name: str, calibration: Mapping[str, Any]) -> QuantizationReport:
+        """Return the report on the whole, with the name of the model and what it was calibrated on."""
         modules, samples = self.job.reports, self.batches.samples
         return QuantizationReport(
             model=name,
@@ -129,7 +130,8 @@ class Pipeline:
             config=self.config,
             samples=len(samples.input_ids) * self.calibrated,
             sequence_length=samples.input_ids.shape[1] * self.calibrated,
-            seed=seed,
+            seed=calibration.get("seed", 0),
+            calibration=dict(calibration),
             tokens=self.batches.tokens * self.calibrated,
             excluded_samples=int((~self.batches.counts).sum()),
             batch_size=self.batches.size,

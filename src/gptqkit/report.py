@@ -97,6 +97,7 @@ class QuantizationReport:
         samples: Calibration samples given.
         sequence_length: Tokens per sample.
         seed: Seed that chose the samples.
+        calibration: The fields of `Calibration` that were asked for, its source by name; empty without calibration.
         tokens: Calibration tokens that counted (no padding, no excluded samples).
         excluded_samples: Samples left out for non-finite activations.
         batch_size: Samples per forward pass in the end: what was asked for, or less where memory ran out.
@@ -126,6 +127,7 @@ class QuantizationReport:
     device: str
     seconds: float
     versions: dict[str, str] = field(repr=False)
+    calibration: dict[str, Any] = field(default_factory=dict, repr=False)
     digests: dict[str, str] = field(default_factory=dict, repr=False)
     left_in_float: dict[str, str] = field(default_factory=dict, repr=False)
     modules: list[ModuleReport] = field(default_factory=list, repr=False)
