@@ -19,8 +19,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
     >>> did_you_mean("wikitext-2", ("wikitext2", "c4"))
     '; did you mean wikitext2?'
+    >>> did_you_mean("q4_k_m", ("q4_k", "Q4_K_M"))
+    '; did you mean Q4_K_M?'
     """
-    found = difflib.get_close_matches(word, list(known), n=1)
+    known = list(known)
+    found = [name for name in known if name.lower() == word.lower()] or difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {found[0]}?" if found else ""
 
 
