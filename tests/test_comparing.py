@@ -215,7 +215,9 @@ def test_several_models_in_python_need_one_at_least(text):
         gptqkit.compare([], text)
     with pytest.raises(gptqkit.ConfigError, match=r"checkpoints is 'w4'; give a list, such as \['w4'\]"):
         gptqkit.compare("w4", text)
-    with pytest.raises(gptqkit.ConfigError, match="5 is no model; give a folder, an id of the Hub, or a loaded model"):
+    with pytest.raises(
+        gptqkit.ConfigError, match="a int is no model; give a folder, an id of the Hub, or a loaded model"
+    ):
         gptqkit.evaluate(5, text)
 
 

@@ -203,7 +203,7 @@ def test_a_tokenizer_may_be_named(example_model, example_data, hub, tmp_path):
         assert scores.tokens == 30
     assert found[0] == found[1]
     with pytest.raises(DatasetUnavailableError, match=r"model holds no tokenizer"):
-        gptqkit.evaluate(tmp_path / "model", "a.txt", how, tokenizer=tmp_path / "model")
+        gptqkit.evaluate(tmp_path / "model", [[1]], how, tokenizer=tmp_path / "model")
 
 
 def test_settings_may_be_dictionaries_whose_names_are_checked(tmp_path):

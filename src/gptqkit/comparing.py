@@ -11,7 +11,7 @@ from typing import Any
 
 from .architecture import read_config
 from .errors import ConfigError
-from .evaluating import evaluate
+from .evaluating import check_named, evaluate
 from .evaluation.config import Evaluation
 from .evaluation.embeddings import EmbeddingScores
 from .evaluation.perplexity import Scores
@@ -74,6 +74,7 @@ def compare(
         GptqkitError: As `evaluate` and `inspect`.
     """
     config = settings_of(Evaluation, config or {})
+    check_named(dataset, config)
     if isinstance(checkpoints, (str, Path)):
         raise ConfigError(f"checkpoints is {str(checkpoints)!r}; give a list, such as [{str(checkpoints)!r}]")
     checkpoints = list(checkpoints)

@@ -12,6 +12,7 @@ from torch import nn
 
 from .calibration.halves import has_two_stacks
 from .calibration.samples import load_documents, load_text
+from .calibration.sources import open_source
 from .errors import CheckpointError, ConfigError
 from .evaluation.config import Evaluation
 from .evaluation.embeddings import EmbeddingScores, Pooling, compare_embeddings
@@ -77,6 +78,7 @@ def evaluate(
         DatasetUnavailableError: A model or data set that cannot be found or fetched.
     """
     config = settings_of(Evaluation, config or {})
+    check_named(dataset, config)
     if isinstance(model, (str, Path)):
         model = fetch(model, config.revision, gguf=True)
     if isinstance(reference, (str, Path)):
@@ -128,6 +130,12 @@ def evaluate(
     return scores if choice is None else dataclasses.replace(scores, backend=choice.name)
 
 
+def check_named(dataset: Any, config: Evaluation) -> None:
+    """Refuse the name of a text that is not there, before any model is opened."""
+    if isinstance(dataset, (str, Path)):
+        open_source(dataset, column=config.column, split=config.split, evaluation=True)
+
+
 def is_encoder(model: Any, folder: Path | None = None) -> bool:
     """Whether a model is there for its embeddings.
 
@@ -168,7 +176,10 @@ def _open(model: Any, config: Evaluation, backend: str) -> tuple[Any, Any | None
             raise ConfigError(f"the model is a {type(model).__name__}, none of transformers{inside}")
         return model, None
     if not isinstance(model, Path):
-        raise ConfigError(f"{model!r} is no model; give a folder, an id of the Hub, or a loaded model")
+        which = ", the first of the two that load returns" if isinstance(model, tuple) else ""
+        raise ConfigError(
+            f"a {type(model).__name__} is no model; give a folder, an id of the Hub, or a loaded model{which}"
+        )
     if model.is_file() or says_quantized(model):  # a file is GGUF
         return load(model, device=config.device, backend=backend, dtype=config.dtype)
     if backend != "auto":

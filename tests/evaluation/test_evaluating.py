@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from gptqkit.errors import CalibrationError, ConfigError
+from gptqkit.comparing import compare
+from gptqkit.errors import CalibrationError, ConfigError, DatasetUnavailableError
 from gptqkit.evaluating import evaluate
 from gptqkit.evaluation.config import Evaluation
 from gptqkit.loading import load_float
@@ -68,6 +69,18 @@ def test_a_module_that_is_no_model_of_transformers_is_refused():
             evaluate(given, [[1, 2, 3]])
         with pytest.raises(ConfigError, match=f"the model is a .*{message}"):
             evaluate(model, [[1, 2, 3]], reference=given)
+
+
+def test_what_load_returns_is_answered_with_the_first_of_it(tokenizer):
+    with pytest.raises(ConfigError, match=r"^a tuple is no model; .* the first of the two that load returns$"):
+        evaluate((build("llama"), tokenizer), [[1, 2, 3]])
+
+
+def test_a_text_that_is_not_there_shows_before_a_model_is_opened(tmp_path):
+    with pytest.raises(DatasetUnavailableError, match=r"there is no file or folder .*none\.txt"):
+        evaluate(tmp_path / "no model", tmp_path / "none.txt")
+    with pytest.raises(DatasetUnavailableError, match=r"there is no file or folder .*none\.txt"):
+        compare([tmp_path / "no model"], tmp_path / "none.txt")
 
 
 def test_a_tokenizer_that_is_given_stands_for_the_model_s_own(example_model, tokenizer, small_text):
