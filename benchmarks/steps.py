@@ -39,6 +39,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "qep": {"method": "qep", "refine_rounds": 0},
     "qep + sim": {"method": "qep", "grid": "sim", "refine_rounds": 0},
     "qep + sim + refined": {"method": "qep", "grid": "sim"},
+    "qep + sim + refined + two-sided": {"method": "qep", "grid": "sim", "two_sided": True},
     "balanced": {"quality": "balanced"},
     "qep + sim + refined + tuned": {"method": "qep", "grid": "sim", "tune_epochs": 4},
     "best": {"quality": "best"},

@@ -17,14 +17,16 @@ from .methods import METHODS
 
 BITS = (2, 3, 4, 8)
 GRIDS = ("minmax", "mse", "sim")
+_TOGETHER: Mapping[str, Any] = {"method": "qep", "grid": "sim", "refine_rounds": 2, "two_sided": True}
+_ALONE: Mapping[str, Any] = {"method": "gptq", "grid": "mse", "refine_rounds": 2, "two_sided": False}
 QUALITIES: Mapping[str, Mapping[str, Any]] = {
-    "fast": {"method": "gptq", "grid": "mse", "refine_rounds": 2, "learn_iterations": 0, "tune_epochs": 0},
-    "balanced": {"method": "qep", "grid": "sim", "refine_rounds": 2, "learn_iterations": 40, "tune_epochs": 0},
-    "best": {"method": "qep", "grid": "sim", "refine_rounds": 2, "learn_iterations": 200, "tune_epochs": 4},
+    "fast": {**_ALONE, "learn_iterations": 0, "tune_epochs": 0},
+    "balanced": {**_TOGETHER, "learn_iterations": 40, "tune_epochs": 0},
+    "best": {**_TOGETHER, "learn_iterations": 200, "tune_epochs": 4},
 }
 """What a quality stands for, where a setting is not given by itself."""
 
-_WITHOUT_MOMENTS: Mapping[str, Any] = {"grid": "minmax", "refine_rounds": 0}
+_WITHOUT_MOMENTS: Mapping[str, Any] = {"grid": "minmax", "refine_rounds": 0, "two_sided": False}
 
 _BY_QUALITY: Any = None
 _BY_METHOD: Any = None
@@ -80,7 +82,7 @@ class QuantizeConfig:
         sym: Symmetric or asymmetric grids: the zero point is fixed at 2^(bits-1), or chosen for every group.
         quality: "fast" solves every layer with gptq and refines it; "balanced" takes qep, simulated grids, and 40 steps
             of learned rounding per block; "best" 200 steps, and it tunes the scales of the whole model. Each sets
-            `method`, `grid`, `refine_rounds`, `learn_iterations` and `tune_epochs`, where these are not given. By
+            `method`, `grid`, `refine_rounds`, `two_sided`, `learn_iterations` and `tune_epochs`, where not given. By
             default "balanced", or "fast" where a method is given.
         method: "rtn" rounds to nearest; "gptq" moves each column's error onto later columns (arXiv 2210.17323);
             "gptaq" also corrects for the errors of earlier layers (arXiv 2504.02692), column by column; "qep" does that
@@ -100,6 +102,8 @@ class QuantizeConfig:
             Not for methods without it.
         refine_rounds: How often, after the sweep, every group's scale and then its codes are decided again, all others
             being known (arXiv 2309.01885); 0 for not at all.
+        two_sided: Weigh errors of a layer's outputs with one another, by what they change of the float model's
+            predictions, and move those of some rows onto others, too (arXiv 2505.22988); not for experts.
         learn_iterations: Steps of learned rounding after a block is solved: its codes and scales are moved until its
             output comes nearest to the float model's (arXiv 2309.05516, from the method's own solution), errors
             weighing what they change of the float model's predictions; 0 for none.
@@ -143,6 +147,7 @@ class QuantizeConfig:
     grid: str = field(default=_BY_QUALITY, metadata={"choices": GRIDS})
     alpha: float = _BY_METHOD
     refine_rounds: int = _BY_QUALITY
+    two_sided: bool = _BY_QUALITY
     learn_iterations: int = _BY_QUALITY
     tune_epochs: int = _BY_QUALITY
     true_sequential: bool = True
@@ -190,6 +195,8 @@ class QuantizeConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give 0 for none, or such as {usual}")
         if self.refine_rounds and self.method == "rtn":
             raise ConfigError("refine_rounds needs the Hessian, which rtn does without; leave it out, or choose gptq")
+        if self.two_sided and self.method == "rtn":
+            raise ConfigError("two_sided moves errors onto other rows, as rtn does not; leave it out, or choose gptq")
         self._check_choice()
         if self.tune_epochs and self.type is not None:
             raise ConfigError(f"tune_epochs is {self.tune_epochs}, but scales of GGUF's blocks are not tuned; give 0")
@@ -225,7 +232,7 @@ class QuantizeConfig:
     def plain_rounding(self) -> QuantizeConfig:
         """Return the same grids without search or solver: what every method is compared with."""
         plain: dict[str, Any] = {"method": "rtn", "grid": "minmax", "alpha": None}
-        return dataclasses.replace(self, **plain, refine_rounds=0, learn_iterations=0)
+        return dataclasses.replace(self, **plain, refine_rounds=0, two_sided=False, learn_iterations=0)
 
     def for_module(self, name: str) -> QuantizeConfig | None:
         """Return the settings for the module called `name`, or None where it stays in floating point."""

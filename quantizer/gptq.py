@@ -7,6 +7,7 @@ follow the papers: R upper triangular with H = R RT, U = inv(R), E = W - Q.
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from .grid import Snap
 from .methods import Method, Moments, Solution
 from .order import ColumnOrder, column_order
 from .refine import refine
+from .rows import solve_rows
 from .superblock import TwoLevel
 from .sweep import ColumnSweep
 
@@ -59,7 +61,7 @@ def solve_gptq(weight: Tensor, moments: Moments | None, config: QuantizeConfig, 
 
     Args:
         weight: W, (out, in), any float dtype; not modified.
-        moments: H; C is not looked at.
+        moments: H, and F where errors of outputs weigh together; C is not looked at.
         config: The grid, the order of columns, the damping, and how often what was solved is refined.
         snap: What the file can hold.
 
@@ -103,45 +105,84 @@ def _solve(weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap
         raise CalibrationError(f"{config.method} needs calibration; give text, or use the method rtn")
     dtype = torch.float64 if config.float64 else torch.float32
     target = _columns_first(weight, dtype)
-    columns = target.shape[0]
-    for name, matrix in (("hessian", moments.hessian), ("cross", moments.cross)):
-        if matrix is not None and tuple(matrix.shape) != (columns, columns):
+    rows, columns = weight.shape
+    for name, matrix, size in (
+        ("hessian", moments.hessian, columns),
+        ("cross", moments.cross, columns),
+        ("outputs", moments.outputs, rows),
+    ):
+        if matrix is not None and tuple(matrix.shape) != (size, size):
             raise ShapeError(
-                f"{name} is {tuple(matrix.shape)}, but a weight of {tuple(weight.shape)} needs {(columns, columns)}"
+                f"{name} is {tuple(matrix.shape)}, but a weight of {tuple(weight.shape)} needs {(size, size)}"
             )
-    group_size = config.group_size or columns
-    span = snap.columns if isinstance(snap, TwoLevel) else group_size
-    order, factor, shift = _prepare(moments, config, group_size, span, dtype, upfront)
-    with full_float32():
-        target = target[order.permutation]
-        if upfront and shift is not None:
-            target, shift = target + shift.T @ target, None
-        sweep = ColumnSweep(target, order, config, snap)
-        if order.static:
-            sweep.fit_static_grids(moments.hessian.diagonal()[order.permutation].to(dtype))
-        # A block is whole groups, unless one group spans the row.
-        whole = config.block_size // span * span
-        apart = group_size == columns and config.grid != "sim"  # a simulation takes the whole group
-        block_size = config.block_size if apart else max(whole, span)
-        loss = sweep.run(factor.upper, shift, block_size)
-    solution = Solution(
-        weight=sweep.quantized_weight(),
-        loss=loss,
-        damp_percent=factor.damp_percent,
-        damp_escalations=factor.escalations,
-        dead_columns=factor.dead_columns,
-        latent=sweep.latent(),
-    )
-    if not config.refine_rounds:
-        return solution
-    hessian = moments.hessian.to(dtype, copy=True)
-    hessian.diagonal().add_(factor.damping)
-    scales = None if isinstance(snap, TwoLevel) else snap  # scales that depend on one another stay
-    refined = refine(solution.weight, sweep.corrected(), hessian, scales, config.refine_rounds)
-    latent = refined.latent.float() if config.learn_iterations else None
-    return dataclasses.replace(
-        solution, weight=refined.weight, loss=loss - refined.gain, loss_before=loss, latent=latent
-    )
+    solver = _Solver(moments, config, snap, columns, upfront)
+    if moments.outputs is None:
+        solution, corrected = solver.sweep(target)
+        return solver.refine(solution, corrected, config.refine_rounds)
+
+    def sweep(part: Tensor, moved: Tensor) -> tuple[Solution, Tensor]:
+        solution, corrected = solver.sweep(target[:, part], moved.T)
+        return solution, corrected - moved
+
+    refine = partial(solver.refine, rounds=1)
+    return solve_rows(moments.outputs.to(dtype), columns, sweep, refine, config.refine_rounds)
+
+
+class _Solver:
+    """What rows of weights that receive the same inputs are solved by, each as if it were alone."""
+
+    def __init__(self, moments: Moments, config: QuantizeConfig, snap: Snap, columns: int, upfront: bool) -> None:
+        self._moments, self._config, self._snap, self._upfront = moments, config, snap, upfront
+        self._dtype = torch.float64 if config.float64 else torch.float32
+        self._group_size = config.group_size or columns
+        self._span = snap.columns if isinstance(snap, TwoLevel) else self._group_size
+        how = self._group_size, self._span, self._dtype, upfront
+        self._order, self._factor, self._shift = _prepare(moments, config, *how)
+
+    def sweep(self, target: Tensor, moved: Tensor | None = None) -> tuple[Solution, Tensor]:
+        """Return what comes of rows, (in, rows), and of what is added to them once they are corrected.
+
+        Also returns what the codes stand in for, (rows, in): W with its correction and what was added.
+        """
+        config, order, factor, shift, span = self._config, self._order, self._factor, self._shift, self._span
+        with full_float32():
+            target = target[order.permutation]
+            if self._upfront and shift is not None:
+                target, shift = target + shift.T @ target, None
+            if moved is not None:
+                target = target + moved[order.permutation]
+            sweep = ColumnSweep(target, order, config, self._snap)
+            if order.static:
+                sweep.fit_static_grids(self._moments.hessian.diagonal()[order.permutation].to(self._dtype))
+            # A block is whole groups, unless one group spans the row.
+            whole = config.block_size // span * span
+            apart = self._group_size == len(target) and config.grid != "sim"  # a simulation takes the whole group
+            loss = sweep.run(factor.upper, shift, config.block_size if apart else max(whole, span))
+        solution = Solution(
+            weight=sweep.quantized_weight(),
+            loss=loss,
+            damp_percent=factor.damp_percent,
+            damp_escalations=factor.escalations,
+            dead_columns=factor.dead_columns,
+            latent=sweep.latent(),
+        )
+        return solution, sweep.corrected()
+
+    @cached_property
+    def _damped(self) -> Tensor:
+        hessian = self._moments.hessian.to(self._dtype, copy=True)
+        hessian.diagonal().add_(self._factor.damping)
+        return hessian
+
+    def refine(self, solution: Solution, target: Tensor, rounds: int) -> Solution:
+        """Return a solution of rows refined, where W with all that moved it is `target`, (rows, in)."""
+        if not rounds:
+            return solution
+        scales = None if isinstance(self._snap, TwoLevel) else self._snap  # scales that depend on one another stay
+        refined = refine(solution.weight, target, self._damped, scales, rounds)
+        latent = refined.latent.float() if self._config.learn_iterations else None
+        loss = None if solution.loss is None else solution.loss - refined.gain
+        return dataclasses.replace(solution, weight=refined.weight, loss=loss, loss_before=solution.loss, latent=latent)
 
 
 RTN = Method(solve=solve_rtn)
@@ -211,10 +252,14 @@ def propagation(cross: Tensor, factor: Tensor, alpha: float) -> Tensor:
     return whole.mul_(alpha)
 
 
-def output_error(weight: Tensor, hessian: Tensor) -> float:
-    """Return tr(W H WT), the mean over tokens of ||W x||^2, of a weight or a difference of weights, (out, in)."""
+def output_error(weight: Tensor, hessian: Tensor, outputs: Tensor | None = None) -> float:
+    """Return tr(F W H WT), the mean over tokens of xT WT F W x, of a weight or a difference of weights, (out, in).
+
+    F is `outputs`, (out, out); None for the identity.
+    """
     with full_float32():
-        return max(0.0, float(((weight @ hessian) * weight).sum(dtype=torch.float64)))
+        weighed = weight if outputs is None else outputs @ weight
+        return max(0.0, float(((weight @ hessian) * weighed).sum(dtype=torch.float64)))
 
 
 def _columns_first(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -35,12 +35,15 @@ class Moments:
         cross: C, the mean of (x~ - x) xT, (in, in) float32, x~ the float model's inputs; where the method needs it and
             tokens of both models can be paired.
         tokens: How many the means are of; None where they are exact.
+        outputs: F, (out, out) float32, what errors of one weight's outputs weigh with one another; None where each
+            weighs the same by itself.
         prepared: What a solver wants to keep of them, such as factors, for the next weight that receives the same.
     """
 
     hessian: Tensor
     cross: Tensor | None = None
     tokens: int | None = None
+    outputs: Tensor | None = None
     prepared: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -51,7 +54,7 @@ class Solution:
     Attributes:
         weight: Codes, scales and offsets.
         loss: tr(E Hd ET), E = W - Q; Hd is the damped Hessian, and W includes the correction of GPTAQ and QEP. None
-            for plain rounding.
+            for plain rounding, and where errors of outputs weigh together.
         loss_before: The same before the refinement, where there was one.
         damp_percent: What was added to diag H in the end, on average, as a share of its mean; None for plain rounding.
         damp_escalations: How often damping had to grow.
@@ -101,6 +104,11 @@ def needs_calibration(config: Any) -> bool:
 def needs_cross(config: Any) -> bool:
     """Whether they ask for C, which pairs what a Linear receives with what it receives in the float model."""
     return "cross" in find_method(config.method).needs
+
+
+def weighs_errors(config: Any) -> bool:
+    """Whether they ask what errors behind a block change of the float model's predictions."""
+    return bool(config.learn_iterations or config.two_sided)
 
 
 def pairs_models(config: Any) -> bool:

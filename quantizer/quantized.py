@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,3 +107,11 @@ class QuantizedWeight:
 def trivial_index(columns: int, group_size: int, device: torch.device | None = None) -> Tensor:
     """Return the group of every column where groups follow the columns, (columns,) int32."""
     return (torch.arange(columns, device=device) // group_size).to(torch.int32)
+
+
+def join_rows(parts: Sequence[QuantizedWeight], order: Tensor | slice = slice(None)) -> QuantizedWeight:
+    """Return one weight from its rows, in order or in that given; groups are those of the first part."""
+    stacked: dict[str, Any] = {
+        name: torch.cat([getattr(part, name) for part in parts])[order] for name in ("codes", "scale", "offset")
+    }
+    return dataclasses.replace(parts[0], **stacked)

@@ -6,16 +6,18 @@ import logging
 import pytest
 import torch
 
-from gptqkit import Run
+from gptqkit import Run, load
 from gptqkit.calibration.capture import hand_on
 from gptqkit.calibration.samples import Samples
 from gptqkit.distributed import Processes
-from gptqkit.fisher import SAMPLES, measure_fisher
+from gptqkit.fisher import SAMPLES, measure_fisher, pull_back
 from gptqkit.model import FloatModel
 from gptqkit.progress import silent
-from gptqkit.targets import find_blocks
+from gptqkit.quantizer.config import QuantizeConfig
+from gptqkit.targets import find_blocks, find_targets
+from gptqkit.walking import float_streams
 from support.models import build, overflowing, samples
-from support.pipeline import assert_close
+from support.pipeline import assert_close, outputs, quantize
 
 WIDTH = 64
 NORMS = ("model.norm.weight", "transformer.ln_f.weight", "decoder.final_layer_norm.weight")
@@ -114,6 +116,53 @@ def test_of_an_encoder_decoder_it_is_the_decoder(tmp_path):
         assert changed(along) / changed(axes) == pytest.approx(part, rel=0.25)
 
 
+@pytest.mark.parametrize(
+    ("name", "inner"), [("llama", "mlp.down_proj"), ("llama", "self_attn.v_proj"), ("gpt2", "attn.c_attn")]
+)
+def test_errors_of_linears_weigh_what_they_change_behind_their_block(tmp_path, name, inner):
+    """Against gradients along every direction at every position, one by one."""
+    model, tokens = uneven(name), samples(SAMPLES, 12)
+    metric = measure(model, tmp_path, tokens)
+    source = FloatModel(tmp_path / "float")
+    alone = Processes(0, 1, torch.device("cpu"))
+    paths = list(find_blocks(model)[0])
+    (target,) = (
+        each
+        for each in find_targets(model, find_blocks(model)[0], QuantizeConfig(group_size=32))[0][0]
+        if each.inner == inner
+    )
+    with float_streams(source, tokens, alone, Run(device="cpu"), tmp_path / "out") as streams:
+        streams.enter(0)
+        with streams.block(0):
+            found = pull_back(streams, 0, [target], metric)[target.name]
+
+    module, kept = model.get_submodule(target.name), []
+    root = torch.linalg.cholesky(metric)
+    expected = torch.zeros_like(found)
+    module.register_forward_hook(lambda _module, _arguments, output: kept.append(output.requires_grad_()))
+    leaving = []
+    model.get_submodule(paths[0]).register_forward_hook(lambda _module, _arguments, output: leaving.append(output))
+    model.requires_grad_(False)(input_ids=tokens.input_ids)
+    states = leaving[0][0] if isinstance(leaving[0], tuple) else leaving[0]
+    for position in range(12):
+        for direction in root.T:
+            along = torch.zeros_like(states)
+            along[:, position] = direction
+            (gradient,) = torch.autograd.grad(states, kept[0], along, retain_graph=True)
+            rows = gradient.reshape(-1, gradient.shape[-1])
+            expected += rows.T @ rows
+    expected /= expected.diagonal().mean()
+    chance = tokens.input_ids.numel() / (tokens.input_ids.numel() + len(expected))
+    expected = chance * expected + (1 - chance) * torch.diag(expected.diagonal())
+    assert float(found.diagonal().mean()) == pytest.approx(1)
+    values, directions = torch.linalg.eigh(expected)
+    quarter = len(values) // 4
+    assert values[-quarter:].sum() > 3 * values[:quarter].sum()  # or there would be nothing to see
+    for along in (directions[:, -quarter:], directions[:, :quarter], torch.eye(len(values))[:, :quarter]):
+        parts = [float((along.T @ each @ along).trace()) for each in (found, expected)]
+        assert parts[0] == pytest.approx(parts[1], rel=0.25)
+
+
 def test_batches_and_places_change_nothing_and_nothing_is_left(tmp_path):
     model, tokens = uneven("qwen2"), samples(20)
     found = []
@@ -155,3 +204,15 @@ def test_what_predicts_nothing_or_does_not_fit_is_not_known(tmp_path, monkeypatc
     with caplog.at_level(logging.WARNING):
         assert measure(model, tmp_path, samples()) is None
     assert "do not fit into memory" in caplog.text
+
+
+def test_predictions_of_the_checkpoint_come_nearer_to_the_float_model(tmp_path):
+    """With rows whose errors move onto one another, than without."""
+    model, tokens, found = uneven("llama"), samples(SAMPLES, 48), []
+    expected = outputs(model, samples(8, 48)).log_softmax(-1)
+    for two_sided in (False, True):
+        out = tmp_path / str(two_sided)
+        quantize(model, out, tokens, bits=2, method="qep", two_sided=two_sided)
+        logits = outputs(load(out)[0], samples(8, 48)).log_softmax(-1)
+        found.append(float((expected.exp() * (expected - logits)).sum(-1).mean()))
+    assert found[1] < 0.95 * found[0]

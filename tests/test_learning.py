@@ -199,7 +199,7 @@ def test_where_one_process_cannot_learn_none_does(job_models, tmp_path):
     """The result is that of a job that learns nothing."""
     for ended in processes(learn_without_room, job_models, tmp_path / "out", size=2, log=tmp_path / "log"):
         assert ended.code == 0, ended.text
-    plain = partial(quantize_case, settings={"learn_iterations": 0, "grid": "minmax"})
+    plain = partial(quantize_case, settings={"learn_iterations": 0, "two_sided": False, "grid": "minmax"})
     for ended in processes(plain, job_models, "learned", tmp_path / "plain", size=2, log=tmp_path / "log2"):
         assert ended.code == 0, ended.text
     found, expected = weights(tmp_path / "out"), weights(tmp_path / "plain")

@@ -1,4 +1,4 @@
-"""How much a model's predictions depend on what leaves its blocks, for learned rounding to weigh errors by.
+"""How much a model's predictions depend on what leaves its blocks and Linears, to weigh errors by.
 
 With g the gradient of -log p(token) with respect to what leaves a block at one position, tokens drawn from the model's
 own predictions, F = E[g gT] is the Fisher information: an error d there changes the predictions by about dT F d / 2
@@ -11,9 +11,11 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,7 @@ from .model import FloatModel
 from .progress import Progress, ProgressCallback
 from .run import Run
 from .streams import Streams
+from .targets import Target
 from .walking import float_streams
 
 _LOG = logging.getLogger("gptqkit")
@@ -50,7 +53,7 @@ def measure_fisher(
     if is_encoder(model.model, model.path):
         return None
     ids, mask = samples.input_ids, samples.attention_mask
-    chosen = torch.linspace(0, len(ids) - 1, min(SAMPLES, len(ids))).round().long()
+    chosen = torch.tensor(_evenly(len(ids)))
     parts = list(pieces(range(len(chosen)), AT_ONCE * processes.size))
     sums: list[tuple[Tensor, int]] = []
     done, steps = True, itertools.count(1)
@@ -73,7 +76,88 @@ def measure_fisher(
         progress(Progress(stage="measure", done=next(steps), total=len(parts)))
     total = torch.stack([each for each, _ in sums]).sum(0)
     processes.add_up(total)
-    tokens, mean = sum(processes.gather(sum(count for _, count in sums))), total.diagonal().mean()
+    return _scaled(total, sum(processes.gather(sum(count for _, count in sums))))
+
+
+@torch.no_grad()
+def pull_back(streams: Streams, layer: int, targets: Sequence[Target], metric: Tensor) -> dict[str, Tensor]:
+    """Return what errors of Linears' outputs weigh with one another, if those behind their block weigh `metric`.
+
+    That is the mean over tokens of JT M J, J what the block's output changes with the Linear's: the covariance of
+    gradients along directions that are drawn with covariance M. Scaled, and shrunk where tokens are few, as
+    `measure_fisher` has it.
+
+    Args:
+        streams: The samples, as many of which are taken as by `measure_fisher`.
+        layer: Number of the block, whose input the stream "hidden" holds.
+        targets: The Linears.
+        metric: M, (width, width) float32, with 1 for the mean of its diagonal.
+
+    Returns:
+        (out, out) float32 by full name, without Linears that no gradient reaches; nothing where memory runs out.
+    """
+    batches, processes = streams.batches, streams.processes
+    chosen = [sample for sample in _evenly(len(batches.counts)) if sample in batches.mine and batches.counts[sample]]
+    sums: dict[str, Tensor] = {}
+    try:
+        root = torch.linalg.cholesky(metric + 1e-3 * torch.eye(len(metric)).to(metric))
+        block = copy.deepcopy(streams.model.blocks[layer])  # some keep states, which then would have gradients
+        sums |= {each.inner: metric.new_zeros(each.shape[0], each.shape[0]) for each in targets}
+        for sample in chosen:
+            _add_moments(sums, streams, layer, block, range(sample, sample + 1), root)
+        done = True
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        done = False
+    if not all(processes.gather(done)):
+        if processes.rank == 0:
+            _LOG.warning("block %d does not fit into memory backwards; errors of its outputs are taken alike", layer)
+        return {}
+    tokens = sum(processes.gather(sum(int(batches.mask(range(one, one + 1), batches.stack).sum()) for one in chosen)))
+    found: dict[str, Tensor] = {}
+    for target in targets:
+        processes.add_up(sums[target.inner])
+        scaled = _scaled(sums[target.inner], tokens)
+        if scaled is not None:
+            found[target.name] = scaled
+    return found
+
+
+def _add_moments(
+    sums: Mapping[str, Tensor], streams: Streams, layer: int, block: nn.Module, sample: range, root: Tensor
+) -> None:
+    """Add to the sums of gT g, of gradients at the outputs of the modules of `block` so named."""
+    outputs: list[tuple[str, Tensor]] = []
+
+    def leave(name: str, _module: nn.Module, _arguments: Any, output: Tensor) -> Tensor:
+        outputs.append((name, output if output.requires_grad else output.requires_grad_()))
+        return outputs[-1][1].clone()  # which may be written into
+
+    generator = torch.Generator().manual_seed(sample.start)
+    with torch.enable_grad(), ExitStack() as hooks:
+        for name in sums:
+            hooks.callback(block.get_submodule(name).register_forward_hook(partial(leave, name)).remove)
+        leaving = streams.through(sample, layer, block, streams.caches["hidden"].read(sample))
+    drawn = torch.randn(leaving.shape, generator=generator, dtype=root.dtype).to(root.device) @ root.T
+    along = streams.of_tokens(drawn, sample).to(leaving.dtype)
+    if not leaving.requires_grad:
+        return
+    gradients = torch.autograd.grad(leaving, [each for _, each in outputs], along, allow_unused=True)
+    for (name, _), gradient in zip(outputs, gradients, strict=True):
+        if gradient is not None:
+            rows = gradient.reshape(-1, gradient.shape[-1]).float().nan_to_num(0, 0, 0)
+            sums[name].addmm_(rows.T, rows)
+
+
+def _evenly(count: int) -> list[int]:
+    """Return the numbers of the samples that are looked at."""
+    return torch.linspace(0, count - 1, min(SAMPLES, count)).round().long().tolist()
+
+
+def _scaled(total: Tensor, tokens: int) -> Tensor | None:
+    """Return a sum over tokens with 1 for the mean of its diagonal, what is beside it shrunk; None where it is 0."""
+    mean = total.diagonal().mean()
     if not float(mean) > 0:
         return None
     diagonal = total.diagonal().clone()

@@ -8,6 +8,7 @@ compared with the float model's (gptaq, qep, learned rounding), else 0:
     solver       s n k + s k^2 (3 + p)                  while H is factorized, and P is made, or
                  s n k (4 + p) + s k^2 (1 + p) + n k    in the sweep: W twice, Q, E, w when rounded; R, P; codes
                  9 s n k + s k^2 (2 + p)                while it is refined: also H; codes, Q, E, w as floats
+                 2 s n k + 3 s n^2                      besides, with two_sided: E and W; F twice, its factor
     checkpoint   as the format says, to the byte
     learning     20 n k                                 latent, in units of codes too; its move, slope, gradient
                  16 vocabulary per token of a sample    before: logits, chances, their sums, gradients (see `fisher`)
@@ -45,7 +46,7 @@ from .loading import choose_device
 from .modes import in_plain_modes
 from .pipeline import PROBE
 from .quantizer.config import QuantizeConfig
-from .quantizer.methods import needs_calibration, needs_cross, pairs_models
+from .quantizer.methods import needs_calibration, needs_cross, pairs_models, weighs_errors
 from .run import LARGEST_BATCH, Run
 from .settings import settings_of
 from .subsets import STATISTICS_BYTES, statistics_bytes
@@ -182,7 +183,7 @@ def estimate(
     samples, length = shape or PROBE.input_ids.shape
     tokens = min(run.batch_size or LARGEST_BATCH, samples) * (length // 2 + 1 if has_two_stacks(model) else length)
     width = model.config.get_text_config().hidden_size * dtype.itemsize
-    behind = min(samples, AT_ONCE) * len(blocks) * (config.learn_iterations > 0)
+    behind = min(samples, AT_ONCE) * len(blocks) * weighs_errors(config)
     states = width * length * max(-(-samples // processes) * (1 + paired), behind)
 
     output = sum(checkpoint_bytes(model, every, config)) if config.target_size is None else config.target_size
@@ -313,7 +314,8 @@ def _solver_bytes(target: Target, cross: bool, *, calibrated: bool) -> int:
     factor = s * n * k + s * k * k * (3 + cross)
     sweep = s * n * k * (4 + cross) + s * k * k * (1 + cross) + n * k
     refined = 9 * s * n * k + s * k * k * (2 + cross) if target.config.refine_rounds else 0
-    return moments + max(factor, sweep, refined)
+    sides = 2 * s * n * k + 3 * s * n * n if target.config.two_sided and target.expert is None else 0
+    return moments + max(factor, sweep, refined) + sides
 
 
 def _learning_bytes(
@@ -336,7 +338,7 @@ def _learning_bytes(
     learning = max(learning, 4 * logits)
     stretched = (dtype.itemsize + 4 * (dtype.itemsize < 4)) * sum(target.weights for part in parts for target in part)
     tuning = 2 * _bytes(model, dtype) + stretched + (sum(kept) + 5 * logits) * min(4, samples)
-    return int(max(learning * (config.learn_iterations > 0), tuning * (config.tune_epochs > 0)))
+    return int(max(learning * weighs_errors(config), tuning * (config.tune_epochs > 0)))
 
 
 def _available_gpu(device: torch.device) -> int:

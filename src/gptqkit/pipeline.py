@@ -21,20 +21,20 @@ from .assembly import check_block, open_part, stored_module, write_part
 from .calibration.samples import Samples
 from .calibration.statistics import InputStatistics
 from .distributed import Processes
-from .fisher import measure_fisher
+from .fisher import measure_fisher, pull_back
 from .identity import versions
 from .job import Job
 from .learning import learn_block
 from .model import FloatModel
 from .progress import Progress, ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
-from .quantizer.methods import Solution, needs_cross, pairs_models
+from .quantizer.methods import Solution, needs_cross, pairs_models, weighs_errors
 from .quantizer.quantized import QuantizedWeight
 from .report import BlockReport, ModuleReport, QuantizationReport, TuningReport
 from .run import Run
 from .solving import Measured, Solved, solve_all
 from .streams import Streams
-from .subsets import Group, portions
+from .subsets import Group, Subset, portions
 from .targets import Target, find_head, find_targets, matrix, misfits, tell
 from .tuning import tune
 from .walking import own_batches
@@ -99,7 +99,7 @@ class Pipeline:
         layers, finished = len(self.model.blocks), len(self.job.records)
         if finished == layers + (self.head is not None):
             return
-        if self.config.learn_iterations and self.calibrated and finished < layers:
+        if weighs_errors(self.config) and self.calibrated and finished < layers:
             where = self.processes, self._run, self.job.out
             self._metric = measure_fisher(self.model, self.batches.samples, *where, self._progress)
         how = {"paired": self.paired, "cross": self.cross, "skip": self.config.skip_nonfinite}
@@ -192,12 +192,27 @@ class Pipeline:
             now: dict[str, Solution] = {}
             pools: dict[Group, InputStatistics] = {}
             for portion in portions(together, cross=self.cross):
-                found, rows = self._solve(streams.collect(layer, portion, pools, twin if self.cross else None), layer)
+                measured = streams.collect(layer, portion, pools, twin if self.cross else None)
+                found, rows = self._solve(self._weighed(measured, layer, portion, streams), layer)
                 now |= found
                 reports += rows
             self._install({name: solution.weight for name, solution in now.items()})
             solved |= now
         return solved, reports
+
+    def _weighed(
+        self, measured: list[Measured], layer: int, portion: Sequence[tuple[Group, Subset]], streams: Streams
+    ) -> list[Measured]:
+        """Return the same with what errors of outputs weigh, where that is asked for and known; experts have none."""
+        metric = self._metric_of(layer)
+        targets = [target for group, subset in portion if not group.routed for target in subset]
+        if metric is None or not targets or not self.config.two_sided:
+            return measured
+        outputs = pull_back(streams, layer, targets, metric)
+        return [dataclasses.replace(each, outputs=outputs) for each in measured]
+
+    def _metric_of(self, layer: int) -> torch.Tensor | None:
+        return self._metric if layer in self.model.stacks[-1] else None
 
     def _solve(self, measured: Sequence[Measured], layer: int | None) -> tuple[dict[str, Solution], list[ModuleReport]]:
         """Solve Linears, and report on them as they are done."""
@@ -256,8 +271,7 @@ class Pipeline:
         self, layer: int, found: Mapping[str, Solution], solved: dict[str, QuantizedWeight], streams: Streams
     ) -> BlockReport | None:
         """Learn the rounding of a block, and put what came of it in place; None where memory ran out."""
-        metric = self._metric if layer in self.model.stacks[-1] else None
-        learned = learn_block(layer, found, streams, metric, self.config, self._progress)
+        learned = learn_block(layer, found, streams, self._metric_of(layer), self.config, self._progress)
         if learned is None:
             self._install(solved)
             return None

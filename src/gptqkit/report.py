@@ -22,7 +22,8 @@ class ModuleReport:
         shape: (out, in).
         bits: Bits per weight.
         group_size: Columns per group.
-        error: ||(W - Q) X|| / ||W X|| on the calibration inputs of the quantized model; None without calibration.
+        error: ||(W - Q) X|| / ||W X|| on the calibration inputs of the quantized model, with `two_sided` in a norm by
+            what outputs change of predictions, where that could be measured; None without calibration.
         rounding_error: The same for plain rounding to min-max grids.
         worse_than_rounding: Whether `error` exceeds `rounding_error`.
         refined: What the refinement after the sweep left of the solver's squared error, as a share of 4 digits; None

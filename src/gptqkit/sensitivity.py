@@ -37,7 +37,8 @@ SAMPLES = 4  # on which a block shows what an error inside it does to its output
 ROWS = 1024  # of a Linear, evenly spaced, that show what a candidate loses beside others
 SMALLEST_GROUP = 32
 _Way: TypeAlias = tuple[int, int | None]  # bits, and columns per group
-PLAIN: Mapping[str, Any] = {"grid": "mse", "refine_rounds": 0, "learn_iterations": 0}  # better ones choose alike
+PLAIN: Mapping[str, Any] = {"grid": "mse", "refine_rounds": 0, "two_sided": False, "learn_iterations": 0}
+"""How candidates are solved: better ways choose alike."""
 
 
 @torch.no_grad()

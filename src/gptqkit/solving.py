@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from .errors import GptqkitError, RankError
 from .export.formats import find_snap
 from .quantizer.gptq import output_error, solve_rtn
 from .quantizer.methods import Moments, Solution, find_method
+from .quantizer.quantized import join_rows
 from .subsets import Subset
 from .targets import Target
 
@@ -33,11 +34,13 @@ class Measured:
         targets: The Linears.
         statistics: Of the input.
         pool: Of experts: what all experts of the layer received.
+        outputs: By full name, what errors of a Linear's outputs weigh with one another, (out, out), where known.
     """
 
     targets: Subset
     statistics: InputStatistics | None = None
     pool: InputStatistics | None = None
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
 
     def moments(self) -> Moments | None:
         """Return the means that solvers work on; an expert that few tokens reach is filled up with the pool's."""
@@ -53,7 +56,8 @@ class Solved:
 
     Attributes:
         solution: What the solver found, on the CPU.
-        errors: Mean squares per token of W X, (W - Q) X, and (W - R) X for plain rounding R; sums over rows.
+        errors: Mean squares per token of W X, (W - Q) X, and (W - R) X for plain rounding R; sums over rows, weighed
+            as the solver does.
         seconds: Time of the solver.
     """
 
@@ -67,7 +71,8 @@ def solve_all(
 ) -> Iterator[tuple[Measured, Target, Solved]]:
     """Solve Linears and yield them in order; every process gets, and must take, all results.
 
-    Processes take whole Linears in turn, and share the rows of each where fewer are left than processes. `weight_of`
+    Processes take whole Linears in turn, and share the rows of each where fewer are left than processes, unless rows
+    depend on one another. `weight_of`
     gives the float weight of one, (out, in).
 
     Raises:
@@ -82,14 +87,17 @@ def solve_all(
         with processes.together():
             for number, (one, target) in enumerate(chunk):
                 rows = range(target.shape[0] if number == processes.rank else 0)
-                if len(chunk) < processes.size:
+                if len(chunk) < processes.size and target.name not in one.outputs:
                     rows = processes.share(target.shape[0], ROWS)
                 if rows:
                     if known is None or known[0] is not one:
                         known = None  # not beside the next
                         known = one, one.moments()
                     weight = weight_of(target)[rows.start : rows.stop].to(processes.device, torch.float32)
-                    mine[number] = _solve(target, weight, known[1])
+                    moments, outputs = known[1], one.outputs.get(target.name)
+                    if moments is not None and outputs is not None:
+                        moments = dataclasses.replace(moments, outputs=outputs.to(processes.device))
+                    mine[number] = _solve(target, weight, moments)
         of_all = processes.gather(mine)
         for number, (one, target) in enumerate(chunk):
             yield one, target, merge([each[number] for each in of_all])
@@ -106,7 +114,7 @@ def _solve(target: Target, weight: Tensor, moments: Moments | None) -> Solved:
     if moments is not None:
         plain = solve_rtn(weight, None, config.plain_rounding(), snap)
         lost = [weight - each.weight.dequantize() for each in (solution, plain)]
-        errors = tuple(output_error(each, moments.hessian) for each in (weight, *lost))
+        errors = tuple(output_error(each, moments.hessian, moments.outputs) for each in (weight, *lost))
     return Solved(solution.to("cpu"), errors, seconds)
 
 
@@ -137,10 +145,7 @@ def merge(parts: Sequence[Solved | None]) -> Solved:
     for name in ("loss", "loss_before"):
         found = [getattr(part.solution, name) for part in both]
         losses[name] = None if None in found else math.fsum(found)
-    stacked: dict[str, Any] = {
-        name: torch.cat([getattr(part.solution.weight, name) for part in both]) for name in ("codes", "scale", "offset")
-    }
-    whole = dataclasses.replace(first.solution.weight, **stacked)
+    whole = join_rows([part.solution.weight for part in both])
     latents = [part.solution.latent for part in both if part.solution.latent is not None]
     return Solved(
         dataclasses.replace(

@@ -231,12 +231,12 @@ class Streams:
             left_out = ~self.batches.mask(batch, self.batches.stack).any(1)
             entered = entered.masked_fill(left_out.view(-1, *[1] * (entered.dim() - 1)), 0)  # it may hold NaN
         states = self.through(batch, layer, self.model.blocks[layer], entered)
-        lost, whole = (self._of_tokens(each, batch) for each in (states.float() - expected, expected))
+        lost, whole = (self.of_tokens(each, batch) for each in (states.float() - expected, expected))
         if metric is None:
             return lost.square().sum(), whole.square().sum()
         return ((lost @ metric) * lost).sum(), ((whole @ metric) * whole).sum()
 
-    def _of_tokens(self, states: Tensor, batch: range) -> Tensor:
+    def of_tokens(self, states: Tensor, batch: range) -> Tensor:
         """Return hidden states, samples first, with 0 for padding and samples left out."""
         apart = ~self.batches.mask(batch, self.batches.stack)
         if states.shape[-2] != apart.shape[1]:  # not a state per token
@@ -258,7 +258,7 @@ class Streams:
 
         def run(block: nn.Module) -> Tensor:
             states = {part: self._run(call, hidden[part], block).movedim(axis, 0) for part, call in calls.items()}
-            return torch.cat([self._of_tokens(each, part) for part, each in states.items()])
+            return torch.cat([self.of_tokens(each, part) for part, each in states.items()])
 
         return run
 

@@ -33,7 +33,7 @@ CASES = {  # model, settings, how it is run
     "gptaq": ("mistral", {"method": "gptaq", "lm_head": True}, {"activations": "device"}),
     "disk": ("mistral", {"method": "gptaq", "true_sequential": False}, {"activations": "disk"}),
     "experts": ("mixtral", {"method": "gptaq", "format": "gptq"}, {"shard_size": 60000}),
-    "learned": ("mistral", {"learn_iterations": 3}, {"activations": "disk"}),
+    "learned": ("mistral", {"learn_iterations": 3, "two_sided": True}, {"activations": "disk"}),
     "padded": ("broken", {"skip_nonfinite": True}, {}),
     "rtn": ("mistral", {"method": "rtn", "lm_head": True}, {}),
     "two stacks": ("t5", {"method": "gptaq", "desc_act": True}, {"activations": "disk"}),
