@@ -77,7 +77,7 @@ def test_rounding_is_learned_on_a_gpu_as_well_as_on_a_cpu(tmp_path):
     """Backpropagation cannot be simulated."""
     blocks = {}
     for device in ("cpu", "cuda"):
-        how = {"bits": 2, "learn_iterations": 30, "run": {"device": device}}
+        how = {"bits": 2, "two_sided": True, "learn_iterations": 30, "run": {"device": device}}
         blocks[device] = quantize(build("llama"), tmp_path / device, samples(64), **how).report.blocks
     for ours, theirs in zip(blocks["cuda"], blocks["cpu"], strict=True):
         assert ours.error < ours.error_before

@@ -124,3 +124,16 @@ def test_what_does_not_fit_is_refused():
         QuantizeConfig(method="rtn", two_sided=True)
     assert QuantizeConfig(method="rtn", quality="best").two_sided is False
     assert [QuantizeConfig(quality=each).two_sided for each in ("fast", "balanced", "best")] == [False, True, True]
+
+
+@pytest.mark.parametrize("more", [{}, {"method": "qep", "grid": "sim"}])
+def test_a_gpu_finds_the_same(gpu, more):
+    weight, hessian, outputs = problem(3 * PARTS + 1)
+    settings = config(float64=False, refine_rounds=1, **more)
+    found = []
+    for device in ("cpu", gpu):
+        own = [each.float().to(device) for each in (weight, hessian, outputs, 0.01 * hessian)]
+        solution = solve(*own[:3], settings, own[3] if more else None)
+        assert {str(solution.weight.codes.device.type)} == {torch.device(device).type}
+        found.append(loss(weight, solution.weight.to("cpu"), hessian, outputs))
+    assert found[1] == pytest.approx(found[0], rel=0.05)
