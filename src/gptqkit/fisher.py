@@ -101,7 +101,7 @@ def pull_back(streams: Streams, layer: int, targets: Sequence[Target], metric: T
     sums: dict[str, Tensor] = {}
     try:
         root = torch.linalg.cholesky(metric + 1e-3 * torch.eye(len(metric)).to(metric))
-        block = copy.deepcopy(streams.model.blocks[layer])  # some keep states, which then would have gradients
+        block = _twin(streams.model.blocks[layer])
         sums |= {each.inner: metric.new_zeros(each.shape[0], each.shape[0]) for each in targets}
         for sample in chosen:
             _add_moments(sums, streams, layer, block, range(sample, sample + 1), root)
@@ -150,6 +150,11 @@ def _add_moments(
             sums[name].addmm_(rows.T, rows)
 
 
+def _twin(block: nn.Module) -> nn.Module:
+    """Return the same block with the same parameters: some keep states, which would have gradients afterwards."""
+    return copy.deepcopy(block, {id(each): each for each in block.parameters()})
+
+
 def _evenly(count: int) -> list[int]:
     """Return the numbers of the samples that are looked at."""
     return torch.linspace(0, count - 1, min(SAMPLES, count)).round().long().tolist()
@@ -189,7 +194,7 @@ class _Gradients:
         total = self._moment(self._blocks[-1])
         for layer in reversed(self._blocks[1:]):
             with streams.block(layer):
-                twin = copy.deepcopy(streams.model.blocks[layer])  # some keep states, which then would have gradients
+                twin = _twin(streams.model.blocks[layer])
                 self._each(partial(self._back, layer, twin))
             total += self._moment(layer - 1)
         return total * (tokens / len(self._blocks)), tokens
