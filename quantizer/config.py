@@ -80,10 +80,10 @@ class QuantizeConfig:
             override.
         target_size: Instead of that, the most that all tensors of the checkpoint may take, in bytes or such as "4GB".
         sym: Symmetric or asymmetric grids: the zero point is fixed at 2^(bits-1), or chosen for every group.
-        quality: "fast" solves every layer with gptq and refines it; "balanced" takes qep, simulated grids, and 40 steps
-            of learned rounding per block; "best" 200 steps, and it tunes the scales of the whole model. Each sets
-            `method`, `grid`, `refine_rounds`, `two_sided`, `learn_iterations` and `tune_epochs`, where not given. By
-            default "balanced", or "fast" where a method is given.
+        quality: "fast" solves every layer with gptq and refines it; "balanced" takes qep, simulated grids, errors of
+            rows that move onto others, and 40 steps of learned rounding per block; "best" 200 steps, and it tunes the
+            scales of the whole model. Each sets `method`, `grid`, `refine_rounds`, `two_sided`, `learn_iterations` and
+            `tune_epochs`, where not given. By default "balanced", or "fast" where a method is given.
         method: "rtn" rounds to nearest; "gptq" moves each column's error onto later columns (arXiv 2210.17323);
             "gptaq" also corrects for the errors of earlier layers (arXiv 2504.02692), column by column; "qep" does that
             before the sweep, in all columns (arXiv 2504.09629).
@@ -103,7 +103,8 @@ class QuantizeConfig:
         refine_rounds: How often, after the sweep, every group's scale and then its codes are decided again, all others
             being known (arXiv 2309.01885); 0 for not at all.
         two_sided: Weigh errors of a layer's outputs with one another, by what they change of the float model's
-            predictions, and move those of some rows onto others, too (arXiv 2505.22988); not for experts.
+            predictions, and move those of some rows onto others, too (arXiv 2505.22988). Experts and encoders are
+            solved without, as are blocks that hand on more than hidden states.
         learn_iterations: Steps of learned rounding after a block is solved: its codes and scales are moved until its
             output comes nearest to the float model's (arXiv 2309.05516, from the method's own solution), errors
             weighing what they change of the float model's predictions; 0 for none.

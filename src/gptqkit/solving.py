@@ -72,8 +72,7 @@ def solve_all(
     """Solve Linears and yield them in order; every process gets, and must take, all results.
 
     Processes take whole Linears in turn, and share the rows of each where fewer are left than processes, unless rows
-    depend on one another. `weight_of`
-    gives the float weight of one, (out, in).
+    depend on one another. `weight_of` gives the float weight of one, (out, in).
 
     Raises:
         GptqkitError: A Linear that cannot be solved, by name.
