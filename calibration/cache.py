@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -133,6 +134,12 @@ class Handed:
             return each[place : place + 1].to("cpu", copy=True)
 
         self._of |= {sample: tree_map(partial(part, place), given) for place, sample in enumerate(samples)}
+
+    def as_now(self) -> Handed:
+        """Return the same, which stays as it is when others are written here."""
+        kept = copy.copy(self)
+        kept._of = dict(self._of)
+        return kept
 
     def save(self, file: Path) -> None:
         """Write it into `file` for good."""

@@ -174,9 +174,9 @@ def test_every_expert_is_solved_on_the_tokens_routed_to_it(name, method, padded,
     assert any(report.prior_tokens for report in reports.values())
 
 
-@pytest.mark.parametrize(("method", "true_sequential"), [("gptaq", True), ("gptq", False)])
-def test_statistics_beyond_the_budget_take_several_passes(method, true_sequential, tmp_path, monkeypatch):
-    settings = {"method": method, "true_sequential": true_sequential}
+@pytest.mark.parametrize(("method", "together"), [("gptaq", False), ("gptq", True)])
+def test_statistics_beyond_the_budget_take_several_passes(method, together, tmp_path, monkeypatch):
+    settings = {"method": method, "true_sequential": not together, "two_sided": together}
     one = quantize(build("qwen3_moe"), tmp_path / "one", **settings).report.modules
     monkeypatch.setattr(subsets, "STATISTICS_BYTES", 1 if method == "gptq" else 64 * 64 * 16)
     several = quantize(build("qwen3_moe"), tmp_path / "several", **settings).report.modules

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .calibration.batches import out_of_memory, pieces
+from .calibration.cache import Handed
 from .calibration.samples import Samples
 from .distributed import Processes
 from .evaluating import is_encoder
@@ -47,8 +49,7 @@ def measure_fisher(
     the diagonal is mostly chance: it counts n / (n + width) for n tokens. Arguments are those of `float_streams`.
 
     Returns:
-        None where it cannot be known: the model predicts nothing, its blocks hand on more than hidden states, so that
-        they do not run backwards one by one, or memory runs out with a single sample.
+        None where it cannot be known: the model predicts nothing, or memory runs out with a single sample.
     """
     if is_encoder(model.model, model.path):
         return None
@@ -62,8 +63,6 @@ def measure_fisher(
         few = Samples(ids[rows], None if mask is None else mask[rows])
         try:
             with float_streams(model, few, processes, run, out) as streams:
-                if streams.stacks[-1].handed is not None:
-                    return None
                 sums.append(_Gradients(streams).moments())
         except RuntimeError as error:
             if not out_of_memory(error):
@@ -99,12 +98,13 @@ def pull_back(streams: Streams, layer: int, targets: Sequence[Target], metric: T
     batches, processes = streams.batches, streams.processes
     chosen = [sample for sample in _evenly(len(batches.counts)) if sample in batches.mine and batches.counts[sample]]
     sums: dict[str, Tensor] = {}
+    tokens: Counter[str] = Counter()
     try:
         root = torch.linalg.cholesky(metric + 1e-3 * torch.eye(len(metric)).to(metric))
         block = _twin(streams.model.blocks[layer])
         sums |= {each.inner: metric.new_zeros(each.shape[0], each.shape[0]) for each in targets}
         for sample in chosen:
-            _add_moments(sums, streams, layer, block, range(sample, sample + 1), root)
+            tokens += _add_moments(sums, streams, layer, block, range(sample, sample + 1), root)
         done = True
     except RuntimeError as error:
         if not out_of_memory(error):
@@ -114,11 +114,12 @@ def pull_back(streams: Streams, layer: int, targets: Sequence[Target], metric: T
         if processes.rank == 0:
             _LOG.warning("block %d does not fit into memory backwards; errors of its outputs are taken alike", layer)
         return {}
-    tokens = sum(processes.gather(sum(int(batches.mask(range(one, one + 1), batches.stack).sum()) for one in chosen)))
+    tokens = sum(processes.gather(tokens), Counter())
     found: dict[str, Tensor] = {}
     for target in targets:
-        processes.add_up(sums[target.inner])
-        scaled = _scaled(sums[target.inner], tokens)
+        total = sums.pop(target.inner)
+        processes.add_up(total)
+        scaled = _scaled(total, tokens[target.inner])
         if scaled is not None:
             found[target.name] = scaled
     return found
@@ -126,8 +127,8 @@ def pull_back(streams: Streams, layer: int, targets: Sequence[Target], metric: T
 
 def _add_moments(
     sums: Mapping[str, Tensor], streams: Streams, layer: int, block: nn.Module, sample: range, root: Tensor
-) -> None:
-    """Add to the sums of gT g, of gradients at the outputs of the modules of `block` so named."""
+) -> Counter[str]:
+    """Add to the sums of gT g, of gradients at the outputs of the modules of `block` so named; return how many."""
     outputs: list[tuple[str, Tensor]] = []
 
     def leave(name: str, _module: nn.Module, _arguments: Any, output: Tensor) -> Tensor:
@@ -141,13 +142,16 @@ def _add_moments(
         leaving = streams.through(sample, layer, block, streams.caches["hidden"].read(sample))
     drawn = torch.randn(leaving.shape, generator=generator, dtype=root.dtype).to(root.device) @ root.T
     along = streams.of_tokens(drawn, sample).to(leaving.dtype)
+    tokens: Counter[str] = Counter()
     if not leaving.requires_grad:
-        return
+        return tokens
     gradients = torch.autograd.grad(leaving, [each for _, each in outputs], along, allow_unused=True)
     for (name, _), gradient in zip(outputs, gradients, strict=True):
         if gradient is not None:
             rows = gradient.reshape(-1, gradient.shape[-1]).float().nan_to_num(0, 0, 0)
             sums[name].addmm_(rows.T, rows)
+            tokens[name] += int(rows.any(1).sum())
+    return tokens
 
 
 def _twin(block: nn.Module) -> nn.Module:
@@ -172,17 +176,22 @@ def _scaled(total: Tensor, tokens: int) -> Tensor | None:
 
 
 class _Gradients:
-    """The gradients of some samples behind the blocks of the last stack, while what `streams` needs is there."""
+    """The gradients of some samples behind the blocks of the last stack, while what `streams` needs is there.
+
+    What blocks hand on beside hidden states is taken as given: no gradient goes through it.
+    """
 
     def __init__(self, streams: Streams) -> None:
         self._streams, self._blocks = streams, streams.stacks[-1].blocks
         self._states = streams.room("behind")  # of each block, until gradients take their places
+        self._handed: dict[int, dict[str, Handed]] = {}  # to each block
 
     def moments(self) -> tuple[Tensor, int]:
         """Return the sum of g gT over tokens, with 1 for the mean of its diagonal per token and block; their number."""
         streams, batches = self._streams, self._streams.batches
         for layer, block in enumerate(streams.model.blocks):
             streams.enter(layer)
+            self._handed[layer] = {name: each.as_now() for name, each in streams.handed.items()}
             with streams.block(layer):
                 streams.advance("hidden", layer, block, resumable=False)
             if layer in self._blocks:
@@ -193,6 +202,7 @@ class _Gradients:
         tokens = int(batches.mask(batches.mine, len(batches.parts) - 1).sum())
         total = self._moment(self._blocks[-1])
         for layer in reversed(self._blocks[1:]):
+            streams.handed = self._handed.pop(layer)
             with streams.block(layer):
                 twin = _twin(streams.model.blocks[layer])
                 self._each(partial(self._back, layer, twin))

@@ -96,7 +96,7 @@ def _squared_inputs(
     total = sum(map(len, targets))
     for layer, streams in float_blocks(model, samples, processes, run, out):
         pools: dict[Group, InputStatistics] = {}
-        for portion in portions(streams.trace(layer, targets[layer]), cross=False):
+        for portion in portions(streams.trace(layer, targets[layer]), cross=False, outputs=False):
             for measured in streams.collect(layer, portion, pools, None):
                 for target in measured.targets:
                     tokens, squares = 0, torch.zeros(target.shape[1], dtype=torch.float32)

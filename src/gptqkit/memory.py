@@ -4,6 +4,7 @@ Of one Linear, weight (n, k), s bytes per number of the solver (4, or 8 with flo
 compared with the float model's (gptaq, qep, learned rounding), else 0:
 
     statistics   4 k^2 (1 + p)                          H and C, of one subset that shares an input, or of experts
+                 4 n^2                                  with two_sided: F, of all Linears of a block, or of experts
     moments      4 k^2 (1 + p) + 4 n k                  their means; W in float32
     solver       s n k + s k^2 (3 + p)                  while H is factorized, and P is made, or
                  s n k (4 + p) + s k^2 (1 + p) + n k    in the sweep: W twice, Q, E, w when rounded; R, P; codes
@@ -49,7 +50,7 @@ from .quantizer.config import QuantizeConfig
 from .quantizer.methods import needs_calibration, needs_cross, pairs_models, weighs_errors
 from .run import LARGEST_BATCH, Run
 from .settings import settings_of
-from .subsets import STATISTICS_BYTES, statistics_bytes
+from .subsets import STATISTICS_BYTES, input_bytes, output_bytes
 from .targets import Target, find_blocks, find_head, find_targets, is_tied
 from .units import size_text
 
@@ -295,14 +296,15 @@ def _packed_bytes(target: Target) -> int:
 
 
 def _pass_bytes(targets: list[Target], cross: bool) -> int:
-    """Return what the statistics of one pass take: of the widest input, or of all experts up to the limit."""
-    widest, of_experts = 0, Counter[tuple[str, str]]()
+    """Return what one pass finds out: of the widest input and all outputs, or of all experts up to the limit."""
+    widest, sides, of_experts = 0, 0, Counter[tuple[str, str]]()
     for target in targets:
-        size = statistics_bytes(target, cross=cross)
-        widest = max(widest, size)
+        own, side = input_bytes(target, cross=cross), output_bytes(target) * target.config.two_sided
         if target.experts is not None:
-            of_experts[target.experts, target.inner.rpartition(".")[2]] += size
-    return max(widest, min(max(of_experts.values(), default=0), STATISTICS_BYTES))
+            of_experts[target.experts, target.inner.rpartition(".")[2]] += own + side
+            own = side = 0
+        widest, sides = max(widest, own), sides + side
+    return max(widest + sides, min(max(of_experts.values(), default=0), STATISTICS_BYTES))
 
 
 def _solver_bytes(target: Target, cross: bool, *, calibrated: bool) -> int:
@@ -314,7 +316,7 @@ def _solver_bytes(target: Target, cross: bool, *, calibrated: bool) -> int:
     factor = s * n * k + s * k * k * (3 + cross)
     sweep = s * n * k * (4 + cross) + s * k * k * (1 + cross) + n * k
     refined = 9 * s * n * k + s * k * k * (2 + cross) if target.config.refine_rounds else 0
-    sides = 2 * s * n * k + 3 * s * n * n if target.config.two_sided and target.expert is None else 0
+    sides = 2 * s * n * k + 3 * s * n * n if target.config.two_sided else 0
     return moments + max(factor, sweep, refined) + sides
 
 

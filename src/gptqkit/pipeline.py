@@ -34,7 +34,7 @@ from .report import BlockReport, ModuleReport, QuantizationReport, TuningReport
 from .run import Run
 from .solving import Measured, Solved, solve_all
 from .streams import Streams
-from .subsets import Group, Subset, portions
+from .subsets import Group, portions
 from .targets import Target, find_head, find_targets, matrix, misfits, tell
 from .tuning import tune
 from .walking import own_batches
@@ -191,25 +191,18 @@ class Pipeline:
         for together in [[group] for group in groups] if self.config.true_sequential else [groups]:
             now: dict[str, Solution] = {}
             pools: dict[Group, InputStatistics] = {}
-            for portion in portions(together, cross=self.cross):
+            metric = self._metric_of(layer) if self.config.two_sided else None
+            for portion in portions(together, cross=self.cross, outputs=metric is not None):
                 measured = streams.collect(layer, portion, pools, twin if self.cross else None)
-                found, rows = self._solve(self._weighed(measured, layer, portion, streams), layer)
+                if metric is not None:
+                    outputs = pull_back(streams, layer, [each for one in measured for each in one.targets], metric)
+                    measured = [dataclasses.replace(each, outputs=outputs) for each in measured]
+                found, rows = self._solve(measured, layer)
                 now |= found
                 reports += rows
             self._install({name: solution.weight for name, solution in now.items()})
             solved |= now
         return solved, reports
-
-    def _weighed(
-        self, measured: list[Measured], layer: int, portion: Sequence[tuple[Group, Subset]], streams: Streams
-    ) -> list[Measured]:
-        """Return the same with what errors of outputs weigh, where that is asked for and known; experts have none."""
-        metric = self._metric_of(layer)
-        targets = [target for group, subset in portion if not group.routed for target in subset]
-        if metric is None or not targets or not self.config.two_sided:
-            return measured
-        outputs = pull_back(streams, layer, targets, metric)
-        return [dataclasses.replace(each, outputs=outputs) for each in measured]
 
     def _metric_of(self, layer: int) -> torch.Tensor | None:
         return self._metric if layer in self.model.stacks[-1] else None

@@ -176,7 +176,7 @@ def _measured(
         probe = min(ways, key=lambda way: (abs(way[0] - config.bits), way[0]))
         lost, rounded = dict.fromkeys(ways, 0.0), dict[str, Tensor]()
         pools: dict[Any, Any] = {}
-        for portion in portions([group], cross=False):
+        for portion in portions([group], cross=False, outputs=False):
             for one in streams.collect(layer, portion, pools, None):
                 for size in dict.fromkeys(size for _, size in ways):
                     moments = one.moments()  # with the factor for groups of this size

@@ -10,7 +10,7 @@ from .targets import Target
 
 _NUMBER = re.compile(r"(?<=[._])\d+(?=\.)")  # as in "experts.3.up_proj" and "experts.expert_3.fc1"
 
-STATISTICS_BYTES = 8 << 30  # what the statistics of a layer's experts may take at once; more is done in several passes
+STATISTICS_BYTES = 8 << 30  # what is known of a layer's experts at once; more is done in several passes
 
 Subset = list[Target]
 """Linears that receive the same tensor, and share its statistics."""
@@ -58,16 +58,17 @@ def group_subsets(targets: Sequence[Target], found: Iterable[tuple[Sequence[str]
     ]
 
 
-def portions(groups: Iterable[Group], *, cross: bool) -> Iterator[list[tuple[Group, Subset]]]:
-    """Yield all subsets in as few portions as keep the statistics of each within STATISTICS_BYTES, with their groups.
+def portions(groups: Iterable[Group], *, cross: bool, outputs: bool) -> Iterator[list[tuple[Group, Subset]]]:
+    """Yield all subsets in as few portions as keep what is known of each within STATISTICS_BYTES, with their groups.
 
-    Those of a subset are H, and with `cross` C, in float32. A portion has one subset at least.
+    That is H of a subset, with `cross` C, and with `outputs` F of every Linear, in float32. A portion has one subset
+    at least.
     """
     portion: list[tuple[Group, Subset]] = []
     used = 0
     for group in groups:
         for subset in group.subsets:
-            size = statistics_bytes(subset[0], cross=cross)
+            size = input_bytes(subset[0], cross=cross) + sum(map(output_bytes, subset)) * outputs
             if portion and used + size > STATISTICS_BYTES:
                 yield portion
                 portion, used = [], 0
@@ -77,9 +78,14 @@ def portions(groups: Iterable[Group], *, cross: bool) -> Iterator[list[tuple[Gro
         yield portion
 
 
-def statistics_bytes(target: Target, *, cross: bool) -> int:
+def input_bytes(target: Target, *, cross: bool) -> int:
     """Return what H of a Linear's inputs takes, and with `cross` C."""
     return 4 * (1 + cross) * target.shape[1] ** 2
+
+
+def output_bytes(target: Target) -> int:
+    """Return what F, which errors of a Linear's outputs weigh by, takes."""
+    return 4 * target.shape[0] ** 2
 
 
 def _pattern(name: str) -> str:

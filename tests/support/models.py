@@ -41,6 +41,19 @@ MODELS = {
 }
 
 
+def gemma4():
+    """Two blocks make keys and values, and two others take them."""
+    return transformers.Gemma4TextConfig(
+        **{**GROUPED, "num_hidden_layers": 4},
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=8,
+        global_head_dim=32,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=96,
+    )
+
+
 MIXTURES = {
     "mixtral": lambda: transformers.MixtralConfig(**GROUPED, **ROUTED, num_local_experts=4),
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
@@ -90,6 +103,7 @@ def llava():
 
 
 OTHERS = {
+    "gemma4": gemma4,
     "llava": llava,
     "bert": lambda: transformers.BertConfig(**SIZE, intermediate_size=96),
     "mamba": lambda: transformers.MambaConfig(
