@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,6 @@ class Checkpoint:
             `plain_config`.
         declared: What it declares.
         layers: Every quantized layer by name, in the order of the files.
-        other_names: Names of all tensors that belong to no quantized layer; biases belong to their layer.
         tensors: All tensors by name.
     """
 
@@ -57,14 +57,24 @@ class Checkpoint:
     quantization_config: dict[str, Any] = field(default_factory=dict, repr=False)
     declared: Declared
     layers: dict[str, LayerSpec] = field(repr=False)
-    other_names: list[str] = field(repr=False)
     tensors: Shards = field(repr=False)
+
+    @cached_property
+    def plain_names(self) -> list[str]:
+        """Names of all tensors that hold no quantized weight: `other_names`, and the biases of quantized layers."""
+        packed = {f"{name}.{key}" for name in self.layers for key in self.format.suffixes}
+        return [name for name in self.tensors.where if name not in packed]
+
+    @cached_property
+    def other_names(self) -> list[str]:
+        """Names of all tensors that belong to no quantized layer."""
+        biases = {f"{name}.bias" for name in self.layers}
+        return [name for name in self.plain_names if name not in biases]
 
     @property
     def float_names(self) -> list[str]:
         """What its tensors would be called if none were quantized."""
-        biases = [f"{name}.bias" for name in self.layers if f"{name}.bias" in self.tensors.where]
-        return [*(f"{name}.weight" for name in self.layers), *biases, *self.other_names]
+        return [*(f"{name}.weight" for name in self.layers), *self.plain_names]
 
     @property
     def format(self) -> Format:
@@ -128,8 +138,14 @@ def whole_checkpoint(
     layers = _layers(tensors, layout, declared)
     if not layers:
         raise CheckpointError(f"no tensor of {path} is quantized: none ends in .{layout.suffixes[0]}")
-    known = {"path": path, "model_config": model_config, "quantization_config": values}
-    return part_of_checkpoint(tensors, declared, layers, **known)
+    return Checkpoint(
+        path=path,
+        model_config=model_config,
+        quantization_config=values,
+        declared=declared,
+        layers=layers,
+        tensors=tensors,
+    )
 
 
 def _open_file(path: Path) -> Checkpoint:
@@ -140,7 +156,8 @@ def _open_file(path: Path) -> Checkpoint:
     if layers:
         first = next(iter(layers.values()))
         declared = dataclasses.replace(declared, bits=first.bits, group_size=first.group_size, sym=first.sym)
-    return part_of_checkpoint(tensors, declared, layers, path=path, quantization_config={"quant_method": "gguf"})
+    values = {"quant_method": "gguf"}
+    return Checkpoint(path=path, quantization_config=values, declared=declared, layers=layers, tensors=tensors)
 
 
 def _layers(tensors: Shards, layout: Format, declared: Declared) -> dict[str, LayerSpec]:
@@ -153,21 +170,6 @@ def _layers(tensors: Shards, layout: Format, declared: Declared) -> dict[str, La
             if f"{name}.weight" in tensors.where:
                 raise CheckpointError(f"{name} has a weight beside {full_name}; remove the one that is not meant")
     return layers
-
-
-def part_of_checkpoint(
-    tensors: Shards, declared: Declared, layers: Mapping[str, LayerSpec], **known: Any
-) -> Checkpoint:
-    """Return tensors of which `layers` are known to be quantized as a checkpoint."""
-    keys = (*find_format(declared.format).suffixes, "bias")
-    own = {f"{name}.{key}" for name in layers for key in keys}
-    return Checkpoint(
-        **known,
-        declared=declared,
-        layers=dict(layers),
-        other_names=[name for name in tensors.where if name not in own],
-        tensors=tensors,
-    )
 
 
 def check_written(name: str, written: QuantizedWeight, solved: QuantizedWeight) -> None:

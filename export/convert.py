@@ -118,10 +118,10 @@ def _check(checkpoint: Checkpoint, format: str) -> None:
 def _tensors(checkpoint: Checkpoint, format: str, layers: dict[str, LayerSpec]) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors in the order of the files, those of layers as `format` packs them; enter what these are."""
     packed: set[str] = set()
-    layout, others = find_format(format), set(checkpoint.other_names)
+    layout, plain = find_format(format), set(checkpoint.plain_names)
     for full_name in checkpoint.tensors.where:
         name = full_name.rpartition(".")[0]
-        if full_name in others or full_name == f"{name}.bias":
+        if full_name in plain:
             yield full_name, checkpoint.tensor(full_name)
         elif name not in packed:
             packed.add(name)
@@ -188,8 +188,7 @@ def _quantization_config(
 
 def _verify(before: Checkpoint, after: Checkpoint) -> None:
     """Read everything back: the same weights, and the same bits everywhere else."""
-    names = _unpacked(before)
-    if after.layers.keys() != before.layers.keys() or _unpacked(after) != names:
+    if after.layers.keys() != before.layers.keys() or set(after.plain_names) != set(before.plain_names):
         raise CheckpointError(f"{after.path} reads back as another checkpoint than was written")
     for name in before.layers:
         found, wanted = after.weight(name), before.weight(name)
@@ -197,11 +196,5 @@ def _verify(before: Checkpoint, after: Checkpoint) -> None:
             check_written(name, found, wanted)
         elif not same_bits(found.dequantize(), wanted.dequantize()):
             raise CheckpointError(f"{name} reads back with other values; disk or memory is faulty")
-    for name in names:
+    for name in before.plain_names:
         check_same(name, after.tensor(name), before.tensor(name))
-
-
-def _unpacked(checkpoint: Checkpoint) -> set[str]:
-    """Return the names of tensors that every format holds alike."""
-    biases = {f"{name}.bias" for name in checkpoint.layers}
-    return {*checkpoint.other_names, *biases.intersection(checkpoint.tensors.where)}

@@ -94,11 +94,11 @@ def inspect(path: Path | str, *, revision: str | None = None, tensor_parallel: i
         raise ConfigError(f"tensor_parallel is {tensor_parallel}; give the number of GPUs, 1 or more")
     checkpoint = open_checkpoint(path, revision=revision, weights=False)
     declared, specs = checkpoint.declared, checkpoint.layers.values()
-    keys = {f"{name}.{key}" for name in checkpoint.layers for key in checkpoint.format.suffixes}
-    others = [name for name in checkpoint.tensors.where if name not in keys]
+    tensors, plain = checkpoint.tensors, checkpoint.plain_names
     weights = sum(spec.in_features * spec.out_features for spec in specs)
-    packed_bytes = sum(checkpoint.tensors.nbytes(name) for name in checkpoint.tensors.where if name in keys)
-    skipped = skipped_modules(checkpoint.layers, matrices(checkpoint.other_names, checkpoint.tensors))
+    other_bytes = sum(map(tensors.nbytes, plain))
+    packed_bytes = sum(map(tensors.nbytes, tensors.where)) - other_bytes
+    skipped = skipped_modules(checkpoint.layers, matrices(checkpoint.other_names, tensors))
     return CheckpointSummary(
         format=declared.format,
         writer=declared.writer,
@@ -109,9 +109,9 @@ def inspect(path: Path | str, *, revision: str | None = None, tensor_parallel: i
         act_order_layers=sum(spec.act_order for spec in specs),
         quantized_layers=len(specs),
         quantized_weights=weights,
-        other_parameters=sum(checkpoint.tensors.meta(name).numel() for name in others),
+        other_parameters=sum(tensors.meta(name).numel() for name in plain),
         packed_bytes=packed_bytes,
-        other_bytes=sum(checkpoint.tensors.nbytes(name) for name in others),
+        other_bytes=other_bytes,
         float_modules=tuple(skipped),
         bits_per_weight=packed_bytes * 8 / max(weights, 1),
         readers=readers_of(_facts(checkpoint, skipped, tensor_parallel)),

@@ -19,14 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import CheckpointError
-from .export.checkpoint import (
-    Checkpoint,
-    check_written,
-    matrices,
-    open_checkpoint,
-    part_of_checkpoint,
-    write_configs,
-)
+from .export.checkpoint import Checkpoint, check_written, matrices, open_checkpoint, write_configs
 from .export.formats import Declared, LayerSpec, find_format
 from .export.shards import Shards, check_same, digest, join_files, write_files
 from .loading import install
@@ -202,7 +195,8 @@ def _specs(records: Sequence[Mapping[str, Any]]) -> dict[str, LayerSpec]:
 
 def _opened(files: Sequence[Path], specs: Mapping[str, LayerSpec], config: QuantizeConfig) -> Checkpoint:
     common: dict[str, Any] = {key: getattr(config, key) for key in ("format", "bits", "group_size", "sym", "desc_act")}
-    return part_of_checkpoint(Shards.of_files(files), Declared(**common), specs, path=files[0].parent)
+    tensors, declared = Shards.of_files(files), Declared(**common)
+    return Checkpoint(path=files[0].parent, declared=declared, layers=dict(specs), tensors=tensors)
 
 
 def _packed(
