@@ -33,6 +33,8 @@ class BlockType:
         group_size: Columns that share a scale.
         sym: Without offsets.
         fields: Names and bytes of the parts of a block, in order.
+        runs: How many codes follow each other, one a byte, before the next so many go into higher bits of these bytes;
+            the same of their high bits, where these stand apart.
         snap: What its grids can be.
     """
 
@@ -42,6 +44,7 @@ class BlockType:
     group_size: int
     sym: bool
     fields: dict[str, int]
+    runs: tuple[int, int]
     snap: Float16Offset | TwoLevel
 
     @property
@@ -54,48 +57,30 @@ class BlockType:
         """Bytes of a block."""
         return sum(self.fields.values())
 
+    @property
+    def low_bits(self) -> int:
+        """Bits of a code that stand in "qs"; others are in "qh"."""
+        return self.fields["qs"] * 8 // self.columns
 
-_FIELDS = {
-    "q4_0": (2, {"d": 2, "qs": 16}),
-    "q4_1": (3, {"d": 2, "m": 2, "qs": 16}),
-    "q5_0": (6, {"d": 2, "qh": 4, "qs": 16}),
-    "q5_1": (7, {"d": 2, "m": 2, "qh": 4, "qs": 16}),
-    "q8_0": (8, {"d": 2, "qs": 32}),
-    "q2_k": (10, {"scales": 16, "qs": 64, "d": 2, "m": 2}),
-    "q3_k": (11, {"qh": 32, "qs": 64, "scales": 12, "d": 2}),
-    "q4_k": (12, {"d": 2, "m": 2, "scales": 12, "qs": 128}),
-    "q5_k": (13, {"d": 2, "m": 2, "scales": 12, "qh": 32, "qs": 128}),
-    "q6_k": (14, {"qs": 128, "qh": 64, "scales": 16, "d": 2}),
-}
-_SNAPS = {
-    "q2_k": TwoLevel((0, 15), 15),
-    "q3_k": TwoLevel((-32, 31)),
-    "q4_k": TwoLevel((0, 63), 63),
-    "q5_k": TwoLevel((0, 63), 63),
-    "q6_k": TwoLevel((-128, 127)),
+
+_LEGACY, _LONG = (16, 1), (32, 32)
+_LAYOUTS: dict[str, tuple[int, dict[str, int], tuple[int, int], Float16Offset | TwoLevel]] = {
+    "q4_0": (2, {"d": 2, "qs": 16}, _LEGACY, Float16Offset()),
+    "q4_1": (3, {"d": 2, "m": 2, "qs": 16}, _LEGACY, Float16Offset()),
+    "q5_0": (6, {"d": 2, "qh": 4, "qs": 16}, _LEGACY, Float16Offset()),
+    "q5_1": (7, {"d": 2, "m": 2, "qh": 4, "qs": 16}, _LEGACY, Float16Offset()),
+    "q8_0": (8, {"d": 2, "qs": 32}, _LONG, Float16Offset()),
+    "q2_k": (10, {"scales": 16, "qs": 64, "d": 2, "m": 2}, _LONG, TwoLevel((0, 15), 15)),
+    "q3_k": (11, {"qh": 32, "qs": 64, "scales": 12, "d": 2}, _LONG, TwoLevel((-32, 31))),
+    "q4_k": (12, {"d": 2, "m": 2, "scales": 12, "qs": 128}, _LONG, TwoLevel((0, 63), 63)),
+    "q5_k": (13, {"d": 2, "m": 2, "scales": 12, "qh": 32, "qs": 128}, _LONG, TwoLevel((0, 63), 63)),
+    "q6_k": (14, {"qs": 128, "qh": 64, "scales": 16, "d": 2}, (64, 32), TwoLevel((-128, 127))),
 }
 BLOCKS = {
-    name: BlockType(
-        name=name, number=number, fields=fields, snap=_SNAPS.get(name, Float16Offset()), **grid_settings(name)
-    )
-    for name, (number, fields) in _FIELDS.items()
+    name: BlockType(name=name, number=number, fields=fields, runs=runs, snap=snap, **grid_settings(name))
+    for name, (number, fields, runs, snap) in _LAYOUTS.items()
 }
 """Every block type that is written and read here, by name."""
-
-# How codes are cut: bits of the low part, then of it and of the high part the shape (pieces, parts that share a byte,
-# bytes of a piece).
-_CODES = {
-    "q4_0": (4, (1, 2, 16), None),
-    "q4_1": (4, (1, 2, 16), None),
-    "q5_0": (4, (1, 2, 16), (4, 8, 1)),
-    "q5_1": (4, (1, 2, 16), (4, 8, 1)),
-    "q8_0": (8, (1, 1, 32), None),
-    "q2_k": (2, (2, 4, 32), None),
-    "q3_k": (2, (2, 4, 32), (1, 8, 32)),
-    "q4_k": (4, (4, 2, 32), None),
-    "q5_k": (4, (4, 2, 32), (1, 8, 32)),
-    "q6_k": (4, (2, 2, 64), (2, 4, 32)),
-}
 
 
 def encode(kind: BlockType, weight: QuantizedWeight) -> Tensor | None:
@@ -188,7 +173,7 @@ def _encode_grids(kind: BlockType, scale: Tensor, offset: Tensor) -> dict[str, T
         fields["scales"] = (multiples | offsets[1] << 4).to(torch.uint8)
     elif kind.name == "q3_k":
         high = multiples + 32
-        fields["scales"] = torch.cat([_join(high & 15, (1, 2, 8), 4), _join(high >> 4, (1, 4, 4), 2)], 1)
+        fields["scales"] = torch.cat([_join(high & 15, 4, 8), _join(high >> 4, 2, 4)], 1)
     elif kind.name == "q6_k":
         fields["scales"] = multiples.to(torch.int8).view(torch.uint8)
     elif offsets is not None:
@@ -210,7 +195,7 @@ def _decode_grids(kind: BlockType, fields: dict[str, Tensor]) -> tuple[Tensor, T
     if kind.name == "q2_k":
         multiple, depth = packed & 15, packed >> 4
     elif kind.name == "q3_k":
-        multiple = _split(packed[:, :8], (1, 2, 8), 4).short() + 16 * _split(packed[:, 8:], (1, 4, 4), 2) - 32
+        multiple = _split(packed[:, :8], 4, 8).short() + 16 * _split(packed[:, 8:], 2, 4) - 32
     elif kind.name == "q6_k":
         multiple = packed.contiguous().view(torch.int8)
     else:
@@ -222,37 +207,36 @@ def _decode_grids(kind: BlockType, fields: dict[str, Tensor]) -> tuple[Tensor, T
 
 
 def _encode_codes(kind: BlockType, codes: Tensor) -> dict[str, Tensor]:
-    bits, low, high = _CODES[kind.name]
+    low = kind.low_bits
     if kind.name == "q8_0":
         return {"qs": codes ^ 128}  # int8
-    fields = {"qs": _join(codes & 2**bits - 1, low, bits)}
-    if high is not None:
-        fields["qh"] = _join(codes >> bits, high, kind.bits - bits)
+    fields = {"qs": _join(codes & 2**low - 1, low, kind.runs[0])}
+    if "qh" in kind.fields:
+        fields["qh"] = _join(codes >> low, kind.bits - low, kind.runs[1])
     return fields
 
 
 def _decode_codes(kind: BlockType, fields: dict[str, Tensor]) -> Tensor:
-    bits, low, high = _CODES[kind.name]
+    low = kind.low_bits
     if kind.name == "q8_0":
         return fields["qs"] ^ 128
-    codes = _split(fields["qs"], low, bits)
-    return codes if high is None else codes | _split(fields["qh"], high, kind.bits - bits) << bits
+    codes = _split(fields["qs"], low, kind.runs[0])
+    return codes | _split(fields["qh"], kind.bits - low, kind.runs[1]) << low if "qh" in fields else codes
 
 
-def _join(values: Tensor, shape: tuple[int, int, int], bits: int) -> Tensor:
-    """Return bytes, (blocks, bytes): of (pieces, parts, bytes) the parts share bytes, the first in the lowest bits."""
-    pieces = values.reshape(-1, *shape).to(torch.uint8)
-    joined = torch.zeros_like(pieces[:, :, 0])
-    for part in range(shape[1]):
-        joined |= pieces[:, :, part] << bits * part
+def _join(values: Tensor, bits: int, run: int) -> Tensor:
+    """Return bytes, (blocks, bytes), of values of so many bits: of 8 / bits runs, the first in the lowest bits."""
+    parts = values.view(len(values), -1, 8 // bits, run).to(torch.uint8)
+    joined = torch.zeros_like(parts[:, :, 0])
+    for part in range(8 // bits):
+        joined |= parts[:, :, part] << bits * part
     return joined.flatten(1)
 
 
-def _split(packed: Tensor, shape: tuple[int, int, int], bits: int) -> Tensor:
+def _split(packed: Tensor, bits: int, run: int) -> Tensor:
     """Return what `_join` joined, (blocks, values)."""
-    pieces = packed.reshape(-1, shape[0], 1, shape[2])
-    shifts = torch.arange(0, bits * shape[1], bits, dtype=torch.uint8, device=packed.device)
-    values: Tensor = pieces >> shifts.view(1, 1, -1, 1) & 2**bits - 1
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(-1, 1)
+    values: Tensor = packed.reshape(len(packed), -1, 1, run) >> shifts & 2**bits - 1
     return values.flatten(1)
 
 
