@@ -31,10 +31,9 @@ _EXPERTS = {
 _MIXTRAL = {
     **_EXPERTS,
     "block_sparse_moe.gate": "ffn_gate_inp",
-    **{
-        f"block_sparse_moe.experts.{{}}.{w}": f"ffn_{part}_exps"
-        for w, part in zip(("w1", "w2", "w3"), ("gate", "down", "up"), strict=True)
-    },
+    "block_sparse_moe.experts.{}.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.{}.w2": "ffn_down_exps",
+    "block_sparse_moe.experts.{}.w3": "ffn_up_exps",
 }
 _GEMMA = {
     "input_layernorm": "attn_norm",
@@ -97,41 +96,31 @@ def _gemma2(config: Mapping[str, Any]) -> dict[str, Any]:
 
 _LLAMA = {**_NORMS, **_ATTENTION, **_MLP}
 _SILU = {"hidden_act": "silu"}
+_QWEN = {**_SILU, "use_sliding_window": False}
+_TANH = {"hidden_activation": "gelu_pytorch_tanh"}
 ARCHITECTURES = {
     "llama": Architecture(name="llama", modules=_LLAMA, rotated=True, expected=_SILU),
     "mistral": Architecture(name="llama", modules=_LLAMA, rotated=True, expected=_SILU),
     "mixtral": Architecture(
         name="llama", modules={**_NORMS, **_ATTENTION, **_MIXTRAL}, rotated=True, expected=_SILU, more=_mixture
     ),
-    "qwen2": Architecture(name="qwen2", modules=_LLAMA, expected={**_SILU, "use_sliding_window": False}),
-    "qwen3": Architecture(
-        name="qwen3", modules={**_LLAMA, **_QK_NORMS}, expected={**_SILU, "use_sliding_window": False}
-    ),
+    "qwen2": Architecture(name="qwen2", modules=_LLAMA, expected=_QWEN),
+    "qwen3": Architecture(name="qwen3", modules={**_LLAMA, **_QK_NORMS}, expected=_QWEN),
     "qwen3_moe": Architecture(
         name="qwen3moe",
         modules={**_NORMS, **_ATTENTION, **_QK_NORMS, **_EXPERTS},
-        expected={
-            **_SILU,
-            "use_sliding_window": False,
-            "norm_topk_prob": True,
-            "mlp_only_layers": [],
-            "decoder_sparse_step": 1,
-        },
+        expected={**_QWEN, "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1},
         more=_mixture,
     ),
     "gemma2": Architecture(
-        name="gemma2",
-        modules={**_GEMMA, **_ATTENTION, **_MLP},
-        shift=1.0,
-        expected={"hidden_activation": "gelu_pytorch_tanh"},
-        more=_gemma2,
+        name="gemma2", modules={**_GEMMA, **_ATTENTION, **_MLP}, shift=1.0, expected=_TANH, more=_gemma2
     ),
     "gemma3_text": Architecture(
         name="gemma3",
         modules={**_GEMMA, **_ATTENTION, **_QK_NORMS, **_MLP},
         shift=1.0,
         expected={
-            "hidden_activation": "gelu_pytorch_tanh",
+            **_TANH,
             "attn_logit_softcapping": None,
             "final_logit_softcapping": None,
             "use_bidirectional_attention": False,

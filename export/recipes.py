@@ -23,17 +23,8 @@ GRIDS = {
 }
 """Bits, columns per group, and whether it is symmetric, of every block type."""
 
-RECIPES = {
-    **{name.upper(): name for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k")},
-    "Q3_K_S": "q3_k",
-    "Q3_K_M": "q3_k",
-    "Q3_K_L": "q3_k",
-    "Q4_K_S": "q4_k",
-    "Q4_K_M": "q4_k",
-    "Q5_K_S": "q5_k",
-    "Q5_K_M": "q5_k",
-    "Q6_K": "q6_k",
-}
+_NAMES = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K"
+RECIPES = {name: name[:4].lower() for name in _NAMES.split()}
 """Every recipe with the block type that most of its tensors take."""
 
 TYPES = (*RECIPES, *GRIDS)

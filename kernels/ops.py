@@ -255,10 +255,8 @@ class Launcher:
         if split is None and rows >= self.tuning.crossover.get(shape.bits, 0):
             return Plan(0)
         kernel = self.library.kernel(shape, rows)
-        tiles, tile_bytes = (
-            -(-rows // kernel.tokens) * -(-shape.n // kernel.columns),
-            4 * kernel.tokens * kernel.columns,
-        )
+        tiles = -(-rows // kernel.tokens) * -(-shape.n // kernel.columns)
+        tile_bytes = 4 * kernel.tokens * kernel.columns
 
         def cost(split: int) -> float:
             waves = -(-tiles * split // (kernel.blocks * self.properties.multiprocessors))
