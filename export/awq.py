@@ -86,14 +86,7 @@ def layer_spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> 
     groups = columns // size
     shapes = {"qzeros": (groups, words), "scales": (groups, outputs), "bias": (outputs,)}
     check_shapes(name, tensors, shapes, f"qweight {(columns, words)}", group_size)
-    return LayerSpec(
-        in_features=columns,
-        out_features=outputs,
-        bits=_BITS,
-        group_size=size,
-        sym=sym,
-        act_order=False,
-    )
+    return LayerSpec(in_features=columns, out_features=outputs, bits=_BITS, group_size=size, sym=sym, act_order=False)
 
 
 def unpack_layer(name: str, tensors: Mapping[str, Tensor], spec: LayerSpec) -> QuantizedWeight:

@@ -123,22 +123,36 @@ def decode(kind: BlockType, blocks: Tensor) -> QuantizedWeight:
     )
 
 
-def exact_forms(weight: QuantizedWeight) -> Iterator[tuple[BlockType, QuantizedWeight]]:
+def transcribe(weight: QuantizedWeight) -> tuple[BlockType, Tensor]:
+    """Return the block type that holds a weight exactly, and its blocks; ConversionError where none does."""
+    for kind, same in _exact_forms(weight):
+        blocks = encode(kind, same)
+        if blocks is not None:
+            return kind, blocks
+    raise ConversionError(
+        "no block type holds these scales and zero points; quantize symmetrically, or for the format gguf"
+    )
+
+
+def _exact_forms(weight: QuantizedWeight) -> Iterator[tuple[BlockType, QuantizedWeight]]:
     """Yield the block types that may hold a weight exactly, and the same values on their groups and codes.
 
     First those of its own grid, then the smallest. An integer zero point makes values (code - zero) * scale: whole
-    steps between -2^bits and 2^bits, which a symmetric type of perhaps one more bit holds.
+    steps between -2^bits and 2^bits, which a symmetric type of perhaps one more bit holds. ConversionError for groups
+    that are no blocks.
     """
-    columns = weight.in_features
-    if not weight.trivial_group_index or columns % 32:
-        return
+    columns, size = weight.in_features, weight.group_size
+    if not weight.trivial_group_index:
+        raise ConversionError(
+            "its groups do not follow the order of the columns (desc_act), as GGUF's do; quantize with static_groups"
+        )
     for kind in BLOCKS.values():
         own = (kind.bits, kind.group_size, kind.sym) == (weight.bits, weight.group_size, weight.sym)
         if own and columns % kind.columns == 0:
             yield kind, weight
-    if weight.group_size % 32 and weight.group_size < columns:
-        return
-    group = torch.arange(0, columns, 32, device=weight.codes.device) // weight.group_size
+    if columns % 32 or (size % 32 and size < columns):
+        raise ConversionError(f"groups of {size} in {columns} columns are not whole blocks of 32, as GGUF needs them")
+    group = torch.arange(0, columns, 32, device=weight.codes.device) // size
     scale, offset = weight.scale[:, group].contiguous(), weight.offset[:, group].contiguous()
     index = trivial_index(columns, 32, group.device)
     base = replace(weight, scale=scale, offset=offset, group_index=index, group_size=32)
@@ -261,18 +275,3 @@ def _factors(values: Tensor, least: int, most: int) -> tuple[Tensor, Tensor] | N
         multiples[left[good]] = found[good].int()
         left = left[~good]
     return None if len(left) else (unit, multiples)
-
-
-def transcribe(weight: QuantizedWeight) -> tuple[BlockType, Tensor]:
-    """Return the block type that holds a weight exactly, and its blocks; ConversionError where none does."""
-    for kind, same in exact_forms(weight):
-        blocks = encode(kind, same)
-        if blocks is not None:
-            return kind, blocks
-    if not weight.trivial_group_index:
-        why = "its groups do not follow the order of the columns (desc_act); quantize with static_groups"
-    elif weight.in_features % 32 or (weight.group_size % 32 and weight.group_size < weight.in_features):
-        why = f"groups of {weight.group_size} in {weight.in_features} columns are not whole blocks of 32"
-    else:
-        why = "no block type holds these scales and zero points; quantize symmetrically, or for the format gguf"
-    raise ConversionError(f"{why}, as GGUF needs it")

@@ -23,15 +23,7 @@ from ..modes import in_plain_modes
 from ..quantizer.quantized import QuantizedWeight
 from .autoround import PACKING, plain_config
 from .files import check_folder
-from .formats import (
-    Declared,
-    Format,
-    LayerSpec,
-    declared_format,
-    find_format,
-    find_quantization,
-    without_quantization,
-)
+from .formats import Declared, Format, LayerSpec, declared_format, find_format, find_quantization, without_quantization
 from .shards import Shards, check_same, read_json, some, write_json
 
 REPORT = "quantization_report.json"
@@ -134,10 +126,10 @@ def whole_checkpoint(
     tensors: Shards, declared: Declared, path: Path, model_config: dict[str, Any], values: dict[str, Any]
 ) -> Checkpoint:
     """Return all tensors of the folder `path` as a checkpoint; `declared` is what the quantization config says."""
-    layout = find_format(declared.format)
-    layers = _layers(tensors, layout, declared)
+    layers = _layers(tensors, declared)
     if not layers:
-        raise CheckpointError(f"no tensor of {path} is quantized: none ends in .{layout.suffixes[0]}")
+        suffix = find_format(declared.format).suffixes[0]
+        raise CheckpointError(f"no tensor of {path} is quantized: none ends in .{suffix}")
     return Checkpoint(
         path=path,
         model_config=model_config,
@@ -150,9 +142,11 @@ def whole_checkpoint(
 
 def _open_file(path: Path) -> Checkpoint:
     """Open a GGUF file by itself, which may hold layers in floating point only."""
-    layout, declared = find_format("gguf"), Declared(format="gguf", bits=4, group_size=32, sym=True, desc_act=False)
-    tensors = Shards.of_files([path])
-    layers = _layers(tensors, layout, declared)
+    tensors, declared = (
+        Shards.of_files([path]),
+        Declared(format="gguf", bits=4, group_size=32, sym=True, desc_act=False),
+    )
+    layers = _layers(tensors, declared)
     if layers:
         first = next(iter(layers.values()))
         declared = dataclasses.replace(declared, bits=first.bits, group_size=first.group_size, sym=first.sym)
@@ -160,9 +154,10 @@ def _open_file(path: Path) -> Checkpoint:
     return Checkpoint(path=path, quantization_config=values, declared=declared, layers=layers, tensors=tensors)
 
 
-def _layers(tensors: Shards, layout: Format, declared: Declared) -> dict[str, LayerSpec]:
+def _layers(tensors: Shards, declared: Declared) -> dict[str, LayerSpec]:
     """Return every quantized layer."""
     layers: dict[str, LayerSpec] = {}
+    layout = find_format(declared.format)
     for full_name in tensors.where:
         name, _, suffix = full_name.rpartition(".")
         if suffix in layout.suffixes and name not in layers:

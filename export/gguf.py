@@ -26,16 +26,7 @@ from .blocks import BLOCKS, BlockType, decode, encode, transcribe
 from .files import read_tokenizer
 from .formats import Declared, Format, LayerSpec
 from .gguf_file import FLOATS, GgufFile
-from .gguf_model import (
-    Architecture,
-    architecture_of,
-    counts,
-    in_pairs,
-    metadata,
-    module_name,
-    rope_factors,
-    split_name,
-)
+from .gguf_model import Architecture, architecture_of, counts, in_pairs, metadata, module_name, rope_factors, split_name
 from .gguf_tokenizer import tokenizer_metadata
 from .modules import meta_of, writer_of
 from .recipes import RECIPES, TYPES, choose_type, grid_settings
