@@ -72,6 +72,7 @@ def test_every_group_split_zero_order_and_shape(place, bits, dtype, rows):
 def test_dequantizes_to_the_definition_bit_for_bit(place, bits, dtype):
     device, _, kind = place
     scales = torch.randint(1, 0x7C00, (64, 3), dtype=torch.int16).view(torch.float16).float()  # products overflow
+    scales[5, 1] = 0
     kinds = [{"zeros": 0}, {"zeros": 2**bits}, {"index": shuffled(96, 32)}, {"scale": scales}, {"group_size": 128}]
     for settings in (*kinds, *({"rows": n, "columns": k, "group_size": 16} for n, k in SHAPES)):
         weight = make_weight(bits, **settings)
@@ -324,7 +325,8 @@ def test_refusals_say_why(settings, dtype, reason):
 
 
 def test_other_layers_are_served_and_not_on_a_cpu():
-    for settings in ({}, {"group_size": 96}, {"group_size": 64}, {"index": shuffled(96, 32)}, {"zeros": 16}):
+    some_zero = {"scale": torch.rand(64, 3).half().float() * torch.tensor([1, 1, 0])}
+    for settings in ({}, {"group_size": 96}, {"group_size": 64}, {"index": shuffled(96, 32)}, {"zeros": 16}, some_zero):
         assert unfit(make_weight(**settings), torch.float16) is None
     with pytest.raises(BackendError, match=r"'cuda' cannot serve layer: .*cuda devices only, and the layer is on cpu"):
         make_linear(make_weight(), None, torch.float16, name="layer", backend="cuda")
