@@ -1,5 +1,7 @@
 """The pipeline against slow references: whole forward passes with hooks, and sums over tokens in float64."""
 
+import weakref
+
 import pytest
 import torch
 import transformers
@@ -17,6 +19,7 @@ from gptqkit.errors import (
     NonFiniteError,
     OutputExistsError,
 )
+from gptqkit.streams import Streams
 from support.jobs import contents
 from support.models import build, overflowing, samples, save
 from support.pipeline import float_matrix, outputs, quantize, share_that_differs, weights
@@ -179,7 +182,16 @@ def test_statistics_beyond_the_budget_take_several_passes(method, together, tmp_
     settings = {"method": method, "true_sequential": not together, "two_sided": together}
     one = quantize(build("qwen3_moe"), tmp_path / "one", **settings).report.modules
     monkeypatch.setattr(subsets, "STATISTICS_BYTES", 1 if method == "gptq" else 64 * 64 * 16)
+    make, live, most = Streams._statistics, weakref.WeakSet(), []
+
+    def counted(*arguments):
+        live.add(made := make(*arguments))
+        most.append(len(live))
+        return made
+
+    monkeypatch.setattr(Streams, "_statistics", counted)
     several = quantize(build("qwen3_moe"), tmp_path / "several", **settings).report.modules
+    assert max(most) == (5 if method == "gptaq" else 3)  # of one portion, and pools
     for first, second in zip(one, several, strict=True):
         assert (first.name, first.tokens, first.prior_tokens) == (second.name, second.tokens, second.prior_tokens)
     expected, found = weights(tmp_path / "one"), weights(tmp_path / "several")

@@ -15,7 +15,6 @@ from .api import drawn_samples, explained_memory, on_disk
 from .assembly import stored_module
 from .calibration.config import calibration_of
 from .calibration.samples import Samples
-from .calibration.statistics import InputStatistics
 from .distributed import Processes, join
 from .errors import ConfigError, OutputExistsError
 from .export.checkpoint import public_name
@@ -28,7 +27,6 @@ from .progress import Progress, ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
 from .run import Run
 from .settings import settings_of
-from .subsets import Group, portions
 from .targets import find_targets, misfits, tell
 from .walking import float_blocks
 
@@ -95,9 +93,8 @@ def _squared_inputs(
     found: list[tuple[str, Tensor, int]] = []
     total = sum(map(len, targets))
     for layer, streams in float_blocks(model, samples, processes, run, out):
-        pools: dict[Group, InputStatistics] = {}
-        for portion in portions(streams.trace(layer, targets[layer]), cross=False, outputs=False):
-            for measured in streams.collect(layer, portion, pools, None):
+        for portion in streams.collect(layer, streams.trace(layer, targets[layer])):
+            for measured in portion:
                 for target in measured.targets:
                     tokens, squares = 0, torch.zeros(target.shape[1], dtype=torch.float32)
                     if measured.statistics is not None and measured.statistics.tokens:  # none may reach an expert

@@ -19,7 +19,6 @@ from torch import nn
 
 from .assembly import check_block, open_part, stored_module, write_part
 from .calibration.samples import Samples
-from .calibration.statistics import InputStatistics
 from .distributed import Processes
 from .fisher import measure_fisher, pull_back
 from .identity import versions
@@ -34,7 +33,6 @@ from .report import BlockReport, ModuleReport, QuantizationReport, TuningReport
 from .run import Run
 from .solving import Measured, Solved, solve_all
 from .streams import Streams
-from .subsets import Group, portions
 from .targets import Target, find_head, find_targets, matrix, misfits, tell
 from .tuning import tune
 from .walking import own_batches
@@ -190,13 +188,12 @@ class Pipeline:
         self._tell(misfits([], fresh, self.config))
         for together in [[group] for group in groups] if self.config.true_sequential else [groups]:
             now: dict[str, Solution] = {}
-            pools: dict[Group, InputStatistics] = {}
             metric = self._metric_of(layer) if self.config.two_sided else None
-            for portion in portions(together, cross=self.cross, outputs=metric is not None):
-                measured = streams.collect(layer, portion, pools, twin if self.cross else None)
+            for measured in streams.collect(layer, together, twin, outputs=metric is not None):
                 if metric is not None:
                     outputs = pull_back(streams, layer, [each for one in measured for each in one.targets], metric)
-                    measured = [dataclasses.replace(each, outputs=outputs) for each in measured]
+                    measured[:] = [dataclasses.replace(each, outputs=outputs) for each in measured]
+                    del outputs
                 found, rows = self._solve(measured, layer)
                 now |= found
                 reports += rows

@@ -27,7 +27,6 @@ from .quantizer.gptq import solve_gptq
 from .run import Run
 from .solving import naming
 from .streams import Streams
-from .subsets import portions
 from .targets import Target, find_head, find_targets, matrix, misfits, tell
 from .units import size_text
 from .walking import float_blocks
@@ -175,9 +174,8 @@ def _measured(
         ways = _ways(members)
         probe = min(ways, key=lambda way: (abs(way[0] - config.bits), way[0]))
         lost, rounded = dict.fromkeys(ways, 0.0), dict[str, Tensor]()
-        pools: dict[Any, Any] = {}
-        for portion in portions([group], cross=False, outputs=False):
-            for one in streams.collect(layer, portion, pools, None):
+        for portion in streams.collect(layer, [group]):
+            for one in portion:
                 for size in dict.fromkeys(size for _, size in ways):
                     moments = one.moments()  # with the factor for groups of this size
                     for target in one.targets:

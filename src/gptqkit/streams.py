@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from .job import Scratch
 from .model import FloatModel
 from .solving import Measured
 from .stacks import Stack, hidden_states, probe_stack
-from .subsets import Group, Subset, group_subsets
+from .subsets import Group, Portion, group_subsets, portions
 from .targets import Target, output_layer
 
 ENCODED = {"hidden": "encoded", "float": "encoded-float"}
@@ -127,17 +127,23 @@ class Streams:
         return group_subsets(targets, [(names, part) for names, part, _ in found])
 
     def collect(
-        self,
-        layer: int,
-        portion: Sequence[tuple[Group, Subset]],
-        pools: dict[Group, InputStatistics],
-        twin: nn.Module | None,
-    ) -> list[Measured]:
-        """Run all samples once, and sum up what the subsets of a portion receive, each with its group.
+        self, layer: int, groups: Iterable[Group], twin: nn.Module | None = None, *, outputs: bool = False
+    ) -> Iterator[list[Measured]]:
+        """Yield what all subsets of some groups receive, portion by portion (see `portions`): all samples run for each.
 
-        `pools` are what all experts of a group receive; the first portion of a group adds its own. `twin` is the block
-        with its float weights, where statistics are to pair both models.
+        Every list is emptied before the next. `twin` is the block with its float weights, needed where statistics pair
+        both models.
         """
+        pools: dict[Group, InputStatistics] = {}
+        for portion in portions(groups, cross=self.cross, outputs=outputs):
+            measured = self._collect(layer, portion, pools, twin if self.cross else None)
+            yield measured
+            measured.clear()  # not in memory beside the next
+
+    def _collect(
+        self, layer: int, portion: Portion, pools: dict[Group, InputStatistics], twin: nn.Module | None
+    ) -> list[Measured]:
+        """Run all samples once; the first portion of a group also sums up in `pools` what all its experts receive."""
         into: dict[str, InputStatistics] = {}  # by the name of the first of a subset
         leaders: dict[str, tuple[Target, bool]] = {}
         measured: list[Measured] = []

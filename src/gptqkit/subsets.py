@@ -27,6 +27,10 @@ class Group:
     routed: bool = False
 
 
+Portion = list[tuple[Group, Subset]]
+"""Subsets, each with its group, whose statistics are in memory together."""
+
+
 def group_subsets(targets: Sequence[Target], found: Iterable[tuple[Sequence[str], bool]]) -> list[Group]:
     """Return the targets of a block in the order of their first calls: the same matrix of all experts is one group.
 
@@ -58,13 +62,13 @@ def group_subsets(targets: Sequence[Target], found: Iterable[tuple[Sequence[str]
     ]
 
 
-def portions(groups: Iterable[Group], *, cross: bool, outputs: bool) -> Iterator[list[tuple[Group, Subset]]]:
-    """Yield all subsets in as few portions as keep what is known of each within STATISTICS_BYTES, with their groups.
+def portions(groups: Iterable[Group], *, cross: bool, outputs: bool) -> Iterator[Portion]:
+    """Yield all subsets in as few portions as keep what is known of each within STATISTICS_BYTES.
 
     That is H of a subset, with `cross` C, and with `outputs` F of every Linear, in float32. A portion has one subset
     at least.
     """
-    portion: list[tuple[Group, Subset]] = []
+    portion: Portion = []
     used = 0
     for group in groups:
         for subset in group.subsets:
