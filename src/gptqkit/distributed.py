@@ -9,7 +9,7 @@ number of processes, which turns a few codes, unless the sums are exact or of tw
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .calibration.batches import out_of_memory
 from .errors import AbandonedError, RankError
 
 T = TypeVar("T")
@@ -62,6 +63,21 @@ class Processes:
             with _collective():
                 dist.all_gather_object(values, value)
         return values
+
+    @contextmanager
+    def trying(self) -> Iterator[Callable[[], bool]]:
+        """Work for which memory may run out: that ends the work, not more.
+
+        Gives what tells afterwards, asked by all, whether memory was enough in every process. It asks the others when
+        the error is gone, and what it kept in memory.
+        """
+        enough = True
+        try:
+            yield lambda: all(self.gather(enough))
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            enough = False
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -9,7 +9,6 @@ samples go forward through the float model, block by block, and gradients back.
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .calibration.batches import out_of_memory, pieces
+from .calibration.batches import pieces
 from .calibration.cache import Handed
 from .calibration.samples import Samples
 from .distributed import Processes
@@ -57,22 +56,16 @@ def measure_fisher(
     chosen = torch.tensor(_evenly(len(ids)))
     parts = list(pieces(range(len(chosen)), AT_ONCE * processes.size))
     sums: list[tuple[Tensor, int]] = []
-    done, steps = True, itertools.count(1)
-    for part in parts:
+    for step, part in enumerate(parts, 1):
         rows = chosen[part.start : part.stop]
         few = Samples(ids[rows], None if mask is None else mask[rows])
-        try:
-            with float_streams(model, few, processes, run, out) as streams:
-                sums.append(_Gradients(streams).moments())
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            done = False
-        if not all(processes.gather(done)):
+        with processes.trying() as fits, float_streams(model, few, processes, run, out) as streams:
+            sums.append(_Gradients(streams).moments())
+        if not fits():
             if processes.rank == 0:
                 _LOG.warning("predictions of a sample do not fit into memory; learned rounding takes all errors alike")
             return None
-        progress(Progress(stage="measure", done=next(steps), total=len(parts)))
+        progress(Progress(stage="measure", done=step, total=len(parts)))
     total = torch.stack([each for each, _ in sums]).sum(0)
     processes.add_up(total)
     return _scaled(total, sum(processes.gather(sum(count for _, count in sums))))
@@ -99,18 +92,13 @@ def pull_back(streams: Streams, layer: int, targets: Sequence[Target], metric: T
     chosen = [sample for sample in _evenly(len(batches.counts)) if sample in batches.mine and batches.counts[sample]]
     sums: dict[str, Tensor] = {}
     tokens: Counter[str] = Counter()
-    try:
+    with processes.trying() as fits:
         root = torch.linalg.cholesky(metric + 1e-3 * torch.eye(len(metric)).to(metric))
         block = _twin(streams.model.blocks[layer])
         sums |= {each.inner: metric.new_zeros(each.shape[0], each.shape[0]) for each in targets}
         for sample in chosen:
             tokens += _add_moments(sums, streams, layer, block, range(sample, sample + 1), root)
-        done = True
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        done = False
-    if not all(processes.gather(done)):
+    if not fits():
         if processes.rank == 0:
             _LOG.warning("block %d does not fit into memory backwards; errors of its outputs are taken alike", layer)
         return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
 
@@ -111,18 +112,13 @@ class _Fit:
 
         Where that is none, in one process or another, all stop learning.
         """
-        done: list[_Result] = []
-        try:
+        with self._processes.trying() as fits:
             for name, value in values:
                 matrix(self._modules[name]).copy_(value)
             found, self._piece = in_pieces(work, self._piece)
-            done.append(found)
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-        if not all(self._processes.gather(bool(done))):
+        if not fits():
             raise _NoRoomError
-        return done[0]
+        return found
 
     def _distances(self, size: int) -> list[tuple[Tensor, Tensor]]:
         return [self._streams.distance(self._layer, part, self._metric) for part in pieces(self._aside, size)]
@@ -130,21 +126,16 @@ class _Fit:
     def _backward(self, batch: range, size: int) -> dict[str, Tensor]:
         """Return the gradients of some samples, each added up as soon as it is there: not all at once in memory."""
         sums = {name: torch.zeros_like(matrix(module), dtype=torch.float32) for name, module in self._modules.items()}
-        weights = [module.weight for module in self._modules.values()]
-        hooks = []
-        try:
-            for weight, module, total in zip(weights, self._modules.values(), sums.values(), strict=True):
+        with ExitStack() as hooks:
+            for module, total in zip(self._modules.values(), sums.values(), strict=True):
                 take = partial(_take, total.T if isinstance(module, Conv1D) else total)
-                hooks.append(weight.requires_grad_().register_post_accumulate_grad_hook(take))
+                hooks.callback(module.weight.requires_grad_, False)
+                hooks.callback(module.weight.requires_grad_().register_post_accumulate_grad_hook(take).remove)
             for part in pieces(batch, size):
                 with torch.enable_grad():
                     distance, _ = self._streams.distance(self._layer, part, self._metric)
                     if distance.requires_grad:  # else no gradient flows through this block, and nothing moves
                         torch.autograd.backward(distance)
-        finally:
-            for hook, weight in zip(hooks, weights, strict=False):
-                hook.remove()
-                weight.requires_grad_(False)
         return sums
 
 
