@@ -203,18 +203,9 @@ def forwards_replaced(blocks: Iterable[nn.Module], forwards: Iterable[Forward]) 
     """Let the first of `blocks` do what `forwards` say."""
     with ExitStack() as patches:
         for block, forward in zip(blocks, forwards, strict=False):
-            patches.enter_context(_forward_replaced(block, forward))
+            if "forward" in block.__dict__:  # accelerate, among others, puts one there
+                patches.callback(setattr, block, "forward", block.forward)
+            else:
+                patches.callback(delattr, block, "forward")
+            block.forward = forward  # an instance attribute shadows the class's method
         yield
-
-
-@contextmanager
-def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    own = module.__dict__.get("forward")  # accelerate, among others, puts one there
-    module.forward = forward  # an instance attribute shadows the class's method
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
