@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -290,7 +289,7 @@ def _made_again(parts: Sequence[list[Target]], config: QuantizeConfig, run: Run)
 def _packed_bytes(target: Target) -> int:
     """Return what one Linear takes in the checkpoint; where its bits are yet to be chosen, what the average makes."""
     average = target.config.target_bits
-    if average is not None and not any(re.search(pattern, target.name) for pattern in target.config.overrides):
+    if average is not None and target.config.override_of(target.name) is None:
         return round(target.weights * average / 8)
     return find_format(target.config.format).nbytes(target.spec)
 

@@ -106,7 +106,7 @@ def sensitivities(
     every = [target for own in [*targets, [head] if head else []] for target in own]
     whole = sum(checkpoint_bytes(source.model, every, config))  # later, they are not tied, nor in their dtype
     if config.chooses_bits:  # a target that is out of reach shows before any work
-        free = [each for own in targets for each in own if not _is_given(each, config)]
+        free = [each for own in targets for each in own if config.override_of(each.name) is None]
         lossless = {each.name: _candidates([each], dict.fromkeys(_ways([each]), 0.0), config) for each in free}
         budget = _budget(whole, free, lossless, config)
         floats = 8 * source.dtype.itemsize * sum(each.weights for each in free)
@@ -169,7 +169,7 @@ def _measured(
 ) -> Iterator[tuple[list[Target], dict[_Way, float]]]:
     """Yield the parts of a block whose bits are not given, with what they lose in every way that they can be kept."""
     block = streams.model.blocks[layer]
-    for group in streams.trace(layer, [target for target in targets if not _is_given(target, config)]):
+    for group in streams.trace(layer, [target for target in targets if config.override_of(target.name) is None]):
         members = [target for subset in group.subsets for target in subset]
         ways = _ways(members)
         probe = min(ways, key=lambda way: (abs(way[0] - config.bits), way[0]))
@@ -192,10 +192,6 @@ def _measured(
         effect = streams.processes.gather(_effect(layer, rounded, streams))[0]
         scale = effect / lost[probe] if lost[probe] else 0.0
         yield members, {way: scale * loss for way, loss in lost.items()}
-
-
-def _is_given(target: Target, config: QuantizeConfig) -> bool:
-    return any(re.search(pattern, target.name) for pattern in config.overrides)
 
 
 def _candidates(members: Sequence[Target], lost: Mapping[_Way, float], config: QuantizeConfig) -> list[Candidate]:
