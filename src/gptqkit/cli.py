@@ -41,16 +41,26 @@ SOURCES = (
     "(samples, length)"
 )
 
-MODEL = "folder of a transformers model, or its id on the Hub"
 NEW = "folder to write; new or empty, unless --overwrite is given"
 QUANTIZED = "folder of a quantized model, or its id on the Hub"
-REVISION = "branch, tag or commit of a model on the Hub"
-TOKENIZER = "folder of a tokenizer, or its id on the Hub (default: that of the model)"
 CALIBRATION = f"text to calibrate on, which every method but rtn needs: {SOURCES}. May be repeated for several files"
 _READERS = [name.lower() for name in READERS]
 REFERENCE = "float model to compare with, by KL divergence and top-1 agreement, or by the embeddings of an encoder"
 
 UPLOAD = ("push_to_hub", "private")
+
+SHARED: dict[str, dict[str, Any]] = {
+    "model": {"metavar": "MODEL", "help": "folder of a transformers model, or its id on the Hub"},
+    "checkpoint": {"metavar": "CHECKPOINT", "help": QUANTIZED},
+    "--dataset": {"metavar": "SOURCE", "required": True, "help": f"text to measure on: {SOURCES}"},
+    "--tokenizer": {
+        "metavar": "TOKENIZER",
+        "help": "folder of a tokenizer, or its id on the Hub (default: that of the model)",
+    },
+    "--revision": {"metavar": "NAME", "help": "branch, tag or commit of a model on the Hub"},
+    "--json": {"action": "store_true", "help": "print JSON; sizes are in bytes"},
+}
+"""Arguments of several commands."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,50 +75,37 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"gptqkit {__version__}")
     parsers = root.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
 
-    quantize = _add_command(parsers, commands.quantize)
-    quantize.add_argument("model", metavar="MODEL", help=MODEL)
+    quantize = _add_command(parsers, commands.quantize, "model", "--tokenizer")
     quantize.add_argument("out", metavar="OUT", type=path, help=NEW)
     quantize.add_argument("--calibration", action="append", metavar="SOURCE", help=CALIBRATION)
     quantize.add_argument(
         "--evaluate-on", metavar="SOURCE", help="also measure the checkpoint's perplexity on this text"
     )
-    quantize.add_argument("--tokenizer", metavar="TOKENIZER", help=TOKENIZER)
     add_settings(quantize)
 
-    imatrix = _add_command(parsers, commands.imatrix)
-    imatrix.add_argument("model", metavar="MODEL", help=MODEL)
+    imatrix = _add_command(parsers, commands.imatrix, "model", "--tokenizer")
     imatrix.add_argument("out", metavar="OUT", type=path, help="GGUF file to write")
     how = f"text that the model reads: {SOURCES}. May be repeated for several files"
     imatrix.add_argument("--calibration", action="append", metavar="SOURCE", required=True, help=how)
-    imatrix.add_argument("--tokenizer", metavar="TOKENIZER", help=TOKENIZER)
     add_fields(imatrix.add_argument_group("calibration"), Calibration)
     add_fields(imatrix.add_argument_group("run"), Run, ("resume", "strict", "shard_size", *UPLOAD))
 
-    plan = _add_command(parsers, commands.plan)
-    plan.add_argument("model", metavar="MODEL", help=MODEL)
+    plan = _add_command(parsers, commands.plan, "model", "--json")
     plan.add_argument("--out", metavar="OUT", type=path, help="folder that would be written (default: one here)")
-    plan.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     add_settings(plan, ("overwrite", "resume", "strict", *UPLOAD))
 
-    rotate = _add_command(parsers, commands.rotate)
-    rotate.add_argument("model", metavar="MODEL", help=MODEL)
+    rotate = _add_command(parsers, commands.rotate, "model", "--revision")
     rotate.add_argument("out", metavar="OUT", type=path, help="folder to write, new or empty")
     rotate.add_argument("--seed", metavar="N", type=int, default=0, help="of the rotation (default: 0)")
-    rotate.add_argument("--revision", metavar="NAME", help=REVISION)
 
-    evaluate = _add_command(parsers, commands.evaluate)
+    evaluate = _add_command(parsers, commands.evaluate, "--dataset", "--tokenizer", "--json")
     evaluate.add_argument("model", metavar="MODEL", help="folder of a model, quantized or not, or its id on the Hub")
-    evaluate.add_argument("--dataset", required=True, metavar="SOURCE", help=f"text to measure on: {SOURCES}")
     evaluate.add_argument("--reference", metavar="MODEL", help=REFERENCE)
-    evaluate.add_argument("--tokenizer", metavar="TOKENIZER", help=TOKENIZER)
-    evaluate.add_argument("--json", action="store_true", help="print JSON")
     add_fields(evaluate, Evaluation)
 
-    compare = _add_command(parsers, commands.compare)
+    compare = _add_command(parsers, commands.compare, "--dataset", "--json")
     compare.add_argument("checkpoints", metavar="CHECKPOINT", nargs="+", help=f"{QUANTIZED}; several")
-    compare.add_argument("--dataset", required=True, metavar="SOURCE", help=f"text to measure on: {SOURCES}")
     compare.add_argument("--reference", metavar="MODEL", help="the float model to compare them with; it is loaded once")
-    compare.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     compare.add_argument("--plot", metavar="FILE.svg", type=path, help="draw size against divergence or perplexity")
     add_fields(compare, Evaluation)
 
@@ -118,14 +115,11 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_readers(parsers: Any) -> None:
     """Add the commands that run no model."""
-    advise = _add_command(parsers, commands.recommend)
-    advise.add_argument("model", metavar="MODEL", help=MODEL)
+    advise = _add_command(parsers, commands.recommend, "model", "--revision", "--json")
     advise.add_argument("--memory", metavar="SIZE", type=size, required=True, help="memory there is, such as 8GB")
     advise.add_argument("--for", dest="reader", choices=_READERS, required=True, help="the program that is to load it")
     tokens = "tokens whose keys and values must fit, too (default: what the model takes, up to 4096)"
     advise.add_argument("--context", metavar="N", type=int, help=tokens)
-    advise.add_argument("--revision", metavar="NAME", help=REVISION)
-    advise.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
 
     report = _add_command(parsers, commands.report)
     report.add_argument("checkpoint", metavar="OUT", type=path, help="folder that holds quantization_report.json")
@@ -139,40 +133,35 @@ def _add_readers(parsers: Any) -> None:
         "--svg", metavar="FILE", type=path, help="also write the heat map of errors as an image, for a model card"
     )
 
-    look = _add_command(parsers, commands.inspect)
-    look.add_argument("checkpoint", metavar="CHECKPOINT", help=QUANTIZED)
-    look.add_argument("--revision", metavar="NAME", help=REVISION)
+    look = _add_command(parsers, commands.inspect, "checkpoint", "--revision", "--json")
     one = "say of one program whether it loads the checkpoint, what is in the way, and what it costs; 1 if it does not"
     look.add_argument("--for", dest="reader", choices=_READERS, help=one)
     gpus = "GPUs between which vLLM or SGLang is to share every layer (default: 1)"
     look.add_argument("--tensor-parallel", metavar="N", type=int, default=1, help=gpus)
-    look.add_argument("--json", action="store_true", help="print JSON")
 
-    diff = _add_command(parsers, commands.diff)
+    diff = _add_command(parsers, commands.diff, "--json")
     diff.add_argument("first", metavar="A", help=QUANTIZED)
     diff.add_argument("second", metavar="B", help=QUANTIZED)
-    diff.add_argument("--json", action="store_true", help="print JSON")
 
-    convert = _add_command(parsers, commands.convert)
+    convert = _add_command(parsers, commands.convert, "--revision")
     convert.add_argument("source", metavar="IN", help=QUANTIZED)
     convert.add_argument("target", metavar="OUT", type=path, help=NEW)
     convert.add_argument("--format", choices=list(FORMATS), required=True, help="format of OUT")
     convert.add_argument("--overwrite", action="store_true", help="replace OUT if it is a quantized checkpoint")
-    convert.add_argument("--revision", metavar="NAME", help=REVISION)
     limit = "largest size of the files of OUT (default: 4GiB)"
     convert.add_argument("--shard-size", metavar="SIZE", type=size, default=4 << 30, help=limit)
 
-    doctor = _add_command(parsers, commands.doctor)
-    doctor.add_argument("checkpoint", metavar="CHECKPOINT", help=QUANTIZED)
+    doctor = _add_command(parsers, commands.doctor, "checkpoint", "--revision", "--json")
     doctor.add_argument("out", metavar="OUT", nargs="?", type=path, help="folder to write; new or empty")
     versions = "version of OUT (default: that of the zero points of CHECKPOINT)"
     doctor.add_argument("--format", choices=("gptq", "gptq_v2"), help=versions)
-    doctor.add_argument("--revision", metavar="NAME", help=REVISION)
-    doctor.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _add_command(parsers: Any, work: Callable[[argparse.Namespace], None]) -> Parser:
-    """Add a command that has the name of what does its work, and whose description is that one's docstring."""
+def _add_command(parsers: Any, work: Callable[[argparse.Namespace], None], *shared: str) -> Parser:
+    """Add a command that has the name of what does its work, and whose description is that one's docstring.
+
+    Arguments that are `shared` with others (`SHARED`) come first.
+    """
     description = work.__doc__ or work.__name__  # python -OO keeps no docstrings
     command: Parser = parsers.add_parser(
         work.__name__,
@@ -184,6 +173,8 @@ def _add_command(parsers: Any, work: Callable[[argparse.Namespace], None]) -> Pa
     )
     command.set_defaults(work=work)
     command.add_argument("--verbose", action="store_true", help="log more, and show where an error comes from")
+    for name in shared:
+        command.add_argument(name, **SHARED[name])
     return command
 
 
