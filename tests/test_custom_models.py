@@ -137,6 +137,11 @@ def test_modules_that_are_never_called_are_named(tmp_path):
     assert len(report.modules) == 14
     assert_loaded_as(model, tmp_path / "out")
     assert not quantize(model, tmp_path / "skipped", overrides={"spare": SKIP}).report.left_in_float
+    steps = []
+    with pytest.raises(ZeroDivisionError):  # in the second block
+        quantize(model, tmp_path / "resumed", progress=lambda step: 1 / (8 - step.done))
+    quantize(model, tmp_path / "resumed", run={"resume": True}, progress=steps.append)
+    assert [(step.done, step.total) for step in steps] == [(done, 14) for done in range(8, 15)]
     with pytest.raises(ConfigError, match=r"1 Linears stay in floating point: model\.layers\.0\.mlp\.spare"):
         quantize(model, tmp_path / "strict", run={"strict": True})
 

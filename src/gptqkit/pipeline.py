@@ -83,7 +83,8 @@ class Pipeline:
         self._progress = progress if processes.rank == 0 else silent
         for record in job.records:
             self.left |= record["left"]
-        self._done, self._total = len(job.reports), sum(map(len, self.targets)) + (self.head is not None)
+        uncalled = sum(why == UNCALLED for why in self.left.values())  # of finished blocks
+        self._done, self._total = len(job.reports), sum(map(len, self.targets)) - uncalled + (self.head is not None)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -105,10 +106,10 @@ class Pipeline:
         with self.model.outside(self.device, self.dtype):
             for layer in range(streams.begin(self.job, self.dtype, self.place), layers):
                 streams.enter(layer)
-                with self.model.block(layer, self.device, self.dtype):
+                with streams.block(layer):
                     self._quantize_block(layer, streams, finished=layer < finished)
             if self.head is not None:
-                with self.model.head(self.device, self.dtype):
+                with streams.head():
                     measured = streams.collect_head(self.head) if self.calibrated else Measured([self.head])
                     solved, reports = self._solve([measured], None)
                     weights = {name: solution.weight for name, solution in solved.items()}
