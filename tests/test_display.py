@@ -38,6 +38,9 @@ def evaluate(display):
         display(Progress(stage="evaluate", done=done, total=1000))
 
 
+TENTHS = [f"evaluate: {n} of 1000" for n in (104, 200, 304, 400, 504, 600, 704, 800, 904, 1000)]
+
+
 @pytest.mark.parametrize(
     ("work", "lines"),
     [
@@ -49,7 +52,8 @@ def evaluate(display):
                 "quantize: module.5, 5 of 5, mean error 0.5000 (rounding 1.0000)",
             ],
         ),
-        (evaluate, [f"evaluate: {n} of 1000" for n in (104, 200, 304, 400, 504, 600, 704, 800, 904, 1000)]),
+        (evaluate, TENTHS),
+        (lambda display: [evaluate(display), evaluate(display)], TENTHS * 2),
     ],
 )
 def test_a_line_per_layer_and_ten_of_other_stages_without_a_terminal(work, lines):

@@ -34,7 +34,7 @@ class ProgressDisplay:
         self._stream = sys.stderr if stream is None else stream
         self._bar: tqdm[Any] | None = None
         self._stage: str | None = None
-        self._began, self._done_before, self._told, self._wrote = 0.0, 0, 0, 0.0
+        self._began, self._done_before, self._done, self._told, self._wrote = 0.0, 0, 0, 0, 0.0
         self._untold: list[Progress] = []  # steps of a layer, or of a tenth of another stage
 
     def __call__(self, step: Progress) -> None:
@@ -50,7 +50,7 @@ class ProgressDisplay:
         if step.stage == "learn":
             self._learn(step)
             return
-        if step.stage != self._stage:
+        if step.stage != self._stage or step.done <= self._done:  # two in a row may be called the same
             self.close()
             self._stage, self._began = step.stage, time.monotonic()
             self._done_before = self._told = step.done - 1
@@ -59,6 +59,7 @@ class ProgressDisplay:
 
                 settings: dict[str, Any] = {"total": step.total, "initial": step.done - 1, "dynamic_ncols": True}
                 self._bar = tqdm(desc=step.stage, file=self._stream, **settings)
+        self._done = step.done
         if self._bar is not None:
             if step.module is not None:
                 errors = "" if step.error is None else f" error {step.error:.4f}, rounding {step.rounding_error:.4f}"
