@@ -113,6 +113,7 @@ def measured(folder, config, *job):
         ("llama", 16, 256, {}, {}),  # its height is a forward pass
         ("llama", 16, 256, {"quality": "balanced"}, {}),  # of two models
         ("mixtral", 8, 64, {"quality": "balanced"}, {}),  # learning
+        ("mixtral", 8, 64, {"two_sided": True}, {}),  # what weighs errors, of all experts
         ("float32", 8, 32, {"method": "gptaq", "float64": True}, {}),  # the solver
         ("float32", 8, 32, {"method": "qep", "float64": True, "refine_rounds": 1}, {}),  # its refinement
         ("qwen3_moe", 8, 64, {"method": "gptaq"}, {}),  # the statistics of all experts

@@ -335,7 +335,9 @@ def _learning_bytes(
     (samples, length), (*blocks, _) = shape, parts
     kept = [6 * max((sum(target.shape) for target in part), default=0) * dtype.itemsize * length for part in blocks]
     logits = 4 * length * model.config.get_text_config().vocab_size
-    learning = 20 * max(sum(target.weights for target in part) for part in blocks) + max(kept) * min(2, samples)
+    learning = max(kept) * min(2, samples)  # also for what two_sided measures
+    if config.learn_iterations:
+        learning += 20 * max(sum(target.weights for target in part) for part in blocks)
     learning = max(learning, 4 * logits)
     stretched = (dtype.itemsize + 4 * (dtype.itemsize < 4)) * sum(target.weights for part in parts for target in part)
     tuning = 2 * _bytes(model, dtype) + stretched + (sum(kept) + 5 * logits) * min(4, samples)
