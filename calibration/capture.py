@@ -61,6 +61,20 @@ class BlockCall:
             ) from error
 
 
+@contextmanager
+def running_backwards() -> Iterator[None]:
+    """Name what is wrong where the model's own code does not run backwards; ArchitectureError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if out_of_memory(error):
+            raise
+        raise ArchitectureError(
+            f"this model does not run backwards ({error}), as learned rounding, two_sided and tuning need it; choose "
+            "the quality fast, which does without"
+        ) from error
+
+
 def block_call(
     model: nn.Module, blocks: nn.ModuleList, batch: Mapping[str, Tensor], before: Sequence[Forward]
 ) -> BlockCall:

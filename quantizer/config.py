@@ -103,8 +103,8 @@ class QuantizeConfig:
         refine_rounds: How often, after the sweep, every group's scale and then its codes are decided again, all others
             being known (arXiv 2309.01885); 0 for not at all.
         two_sided: Weigh errors of a layer's outputs with one another, by what they change of the float model's
-            predictions, and move those of some rows onto others, too (arXiv 2505.22988). Encoders are solved
-            without.
+            predictions, and move those of some rows onto others, too (arXiv 2505.22988). Encoders, and what no
+            gradient reaches, are solved without.
         learn_iterations: Steps of learned rounding after a block is solved: its codes and scales are moved until its
             output comes nearest to the float model's (arXiv 2309.05516, from the method's own solution), errors
             weighing what they change of the float model's predictions; 0 for none.

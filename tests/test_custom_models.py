@@ -55,6 +55,13 @@ class WithOwnLinears(MistralMLP):
         self.down_proj = OfSameForward(96, 64, bias=False)
 
 
+class WritesOver(MistralMLP):
+    def forward(self, x):
+        inner = torch.sigmoid(self.gate_proj(x))
+        inner *= self.up_proj(x)  # which sigmoid needs to run backwards
+        return self.down_proj(inner)
+
+
 class LooksAtClasses(MistralMLP):
     def forward(self, x):
         inner = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
@@ -92,7 +99,7 @@ class ListOfExperts(nn.Module):
 
 CHANGES = {
     each.__name__: each
-    for each in (WithSpare, WithOwnLinears, LooksAtClasses, NeedsParameter, LooksAtWeight, ListOfExperts)
+    for each in (WithSpare, WithOwnLinears, WritesOver, LooksAtClasses, NeedsParameter, LooksAtWeight, ListOfExperts)
 }
 transformers.AutoConfig.register("custom", CustomConfig)
 transformers.AutoModelForCausalLM.register(CustomConfig, CustomForCausalLM)
@@ -196,6 +203,13 @@ def test_a_block_that_does_not_run_as_it_was_written_does_not_count(change, mess
     with pytest.raises(CheckpointError, match=message):  # without calibration, too
         gptqkit.quantize(custom(change), None, tmp_path / "out", gptqkit.QuantizeConfig(method="rtn", group_size=32))
     assert not list(tmp_path.iterdir())
+
+
+def test_what_does_not_run_backwards_needs_the_quality_fast(tmp_path):
+    for name, settings in {"sides": {"two_sided": True}, "tuned": {"method": "rtn", "tune_epochs": 1}}.items():
+        with pytest.raises(ArchitectureError, match=r"does not run backwards .* choose the quality fast"):
+            quantize(custom(WritesOver), tmp_path / name, **settings)
+    quantize(custom(WritesOver), tmp_path / "fast", quality="fast")
 
 
 def test_code_of_a_model_runs_only_where_it_is_trusted_and_never_from_a_checkpoint(tmp_path, monkeypatch):

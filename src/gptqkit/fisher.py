@@ -9,7 +9,9 @@ samples go forward through the float model, block by block, and gradients back.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 
 from .calibration.batches import pieces
 from .calibration.cache import Handed
+from .calibration.capture import running_backwards
 from .calibration.samples import Samples
 from .distributed import Processes
 from .evaluating import is_encoder
@@ -55,6 +58,7 @@ def measure_fisher(
     ids, mask = samples.input_ids, samples.attention_mask
     chosen = torch.tensor(_evenly(len(ids)))
     parts = list(pieces(range(len(chosen)), AT_ONCE * processes.size))
+    run = dataclasses.replace(run, batch_size=min(run.batch_size or AT_ONCE, AT_ONCE))  # some for every process
     sums: list[tuple[Tensor, int]] = []
     for step, part in enumerate(parts, 1):
         rows = chosen[part.start : part.stop]
@@ -63,7 +67,7 @@ def measure_fisher(
             sums.append(_Gradients(streams).moments())
         if not fits():
             if processes.rank == 0:
-                _LOG.warning("predictions of a sample do not fit into memory; learned rounding takes all errors alike")
+                _LOG.warning("predictions of a sample do not fit into memory; all errors are taken alike")
             return None
         progress(Progress(stage="measure", done=step, total=len(parts)))
     total = torch.stack([each for each, _ in sums]).sum(0)
@@ -133,7 +137,8 @@ def _add_moments(
     tokens: Counter[str] = Counter()
     if not leaving.requires_grad:
         return tokens
-    gradients = torch.autograd.grad(leaving, [each for _, each in outputs], along, allow_unused=True)
+    with running_backwards():
+        gradients = torch.autograd.grad(leaving, [each for _, each in outputs], along, allow_unused=True)
     for (name, _), gradient in zip(outputs, gradients, strict=True):
         if gradient is not None:
             rows = gradient.reshape(-1, gradient.shape[-1]).float().nan_to_num(0, 0, 0)
@@ -153,14 +158,17 @@ def _evenly(count: int) -> list[int]:
 
 
 def _scaled(total: Tensor, tokens: int) -> Tensor | None:
-    """Return a sum over tokens with 1 for the mean of its diagonal, what is beside it shrunk; None where it is 0."""
+    """Return a sum over tokens with 1 for the mean of its diagonal, and what is beside it shrunk.
+
+    None where it is 0, or overflowed.
+    """
     mean = total.diagonal().mean()
-    if not float(mean) > 0:
+    if not 0 < float(mean) < math.inf:
         return None
     diagonal = total.diagonal().clone()
     total *= tokens / (tokens + len(total))
     total.diagonal().copy_(diagonal)
-    return total / mean
+    return total.div_(mean)
 
 
 class _Gradients:
@@ -249,5 +257,8 @@ class _Gradients:
 
 def _gradients(states: Tensor, entered: Tensor, along: Tensor) -> Tensor:
     """Return the gradients with respect to what entered, from those with respect to what left; 0 for NaN."""
-    found = torch.autograd.grad(states, entered, along, allow_unused=True)[0] if states.requires_grad else None
+    if not states.requires_grad:
+        return torch.zeros_like(entered)
+    with running_backwards():
+        (found,) = torch.autograd.grad(states, entered, along, allow_unused=True)
     return torch.zeros_like(entered) if found is None else found.nan_to_num(0, 0, 0)

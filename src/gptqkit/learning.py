@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from transformers.pytorch_utils import Conv1D
 
 from .calibration.batches import in_pieces, out_of_memory, pieces, shuffled
+from .calibration.capture import running_backwards
 from .export.formats import find_format
 from .progress import Progress, ProgressCallback
 from .quantizer.config import QuantizeConfig
@@ -135,7 +136,8 @@ class _Fit:
                 with torch.enable_grad():
                     distance, _ = self._streams.distance(self._layer, part, self._metric)
                     if distance.requires_grad:  # else no gradient flows through this block, and nothing moves
-                        torch.autograd.backward(distance)
+                        with running_backwards():
+                            torch.autograd.backward(distance)
         return sums
 
 

@@ -9,7 +9,8 @@ compared with the float model's (gptaq, qep, learned rounding), else 0:
     solver       s n k + s k^2 (3 + p)                  while H is factorized, and P is made, or
                  s n k (4 + p) + s k^2 (1 + p) + n k    in the sweep: W twice, Q, E, w when rounded; R, P; codes
                  9 s n k + s k^2 (2 + p)                while it is refined: also H; codes, Q, E, w as floats
-                 2 s n k + 3 s n^2                      besides, with two_sided: E and W; F twice, its factor
+                 3 s n k + 3 s n^2                      besides, with two_sided, where n above is that of one of 8
+                                                        parts: W twice, E; F twice, its factor
     checkpoint   as the format says, to the byte
     learning     20 n k                                 latent, in units of codes too; its move, slope, gradient
                  16 vocabulary per token of a sample    before: logits, chances, their sums, gradients (see `fisher`)
@@ -47,6 +48,7 @@ from .modes import in_plain_modes
 from .pipeline import PROBE
 from .quantizer.config import QuantizeConfig
 from .quantizer.methods import needs_calibration, needs_cross, pairs_models, weighs_errors
+from .quantizer.rows import PARTS
 from .run import LARGEST_BATCH, Run
 from .settings import settings_of
 from .subsets import STATISTICS_BYTES, input_bytes, output_bytes
@@ -313,9 +315,10 @@ def _solver_bytes(target: Target, cross: bool, *, calibrated: bool) -> int:
         return 12 * n * k
     moments = 4 * k * k * (1 + cross) + 4 * n * k
     factor = s * n * k + s * k * k * (3 + cross)
-    sweep = s * n * k * (4 + cross) + s * k * k * (1 + cross) + n * k
-    refined = 9 * s * n * k + s * k * k * (2 + cross) if target.config.refine_rounds else 0
-    sides = 2 * s * n * k + 3 * s * n * n if target.config.two_sided else 0
+    rows = -(-n // PARTS) if target.config.two_sided else n
+    sweep = s * rows * k * (4 + cross) + s * k * k * (1 + cross) + rows * k
+    refined = 9 * s * rows * k + s * k * k * (2 + cross) if target.config.refine_rounds else 0
+    sides = 3 * s * n * k + 3 * s * n * n if target.config.two_sided else 0
     return moments + max(factor, sweep, refined) + sides
 
 

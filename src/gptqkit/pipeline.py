@@ -191,11 +191,10 @@ class Pipeline:
             now: dict[str, Solution] = {}
             metric = self._metric_of(layer) if self.config.two_sided else None
             for measured in streams.collect(layer, together, twin, outputs=metric is not None):
-                if metric is not None:
-                    outputs = pull_back(streams, layer, [each for one in measured for each in one.targets], metric)
-                    measured[:] = [dataclasses.replace(each, outputs=outputs) for each in measured]
-                    del outputs
-                found, rows = self._solve(measured, layer)
+                if metric is None:
+                    found, rows = self._solve(measured, layer)
+                else:
+                    found, rows = self._solve_two_sided(measured, layer, streams, metric)
                 now |= found
                 reports += rows
             self._install({name: solution.weight for name, solution in now.items()})
@@ -204,6 +203,13 @@ class Pipeline:
 
     def _metric_of(self, layer: int) -> torch.Tensor | None:
         return self._metric if layer in self.model.stacks[-1] else None
+
+    def _solve_two_sided(
+        self, measured: Sequence[Measured], layer: int, streams: Streams, metric: torch.Tensor
+    ) -> tuple[dict[str, Solution], list[ModuleReport]]:
+        """Solve Linears of a block, errors of whose output weigh `metric`; what that makes of theirs is gone then."""
+        outputs = pull_back(streams, layer, [target for each in measured for target in each.targets], metric)
+        return self._solve([dataclasses.replace(each, outputs=outputs) for each in measured], layer)
 
     def _solve(self, measured: Sequence[Measured], layer: int | None) -> tuple[dict[str, Solution], list[ModuleReport]]:
         """Solve Linears, and report on them as they are done."""

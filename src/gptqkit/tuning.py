@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .assembly import differs, replace_weights
 from .calibration.batches import Batches, in_pieces, out_of_memory, pieces, shuffled
-from .calibration.capture import forwards_replaced, without_cache
+from .calibration.capture import forwards_replaced, running_backwards, without_cache
 from .distributed import Processes
 from .errors import CheckpointError
 from .export.checkpoint import open_checkpoint
@@ -182,7 +182,8 @@ class _Run:
         with torch.enable_grad(), forwards_replaced(self._blocks, forwards):
             for part in self._counted(batch, size):
                 divergence, _ = self._divergence(part)
-                found = torch.autograd.grad(divergence, self._parameters, allow_unused=True)
+                with running_backwards():
+                    found = torch.autograd.grad(divergence, self._parameters, allow_unused=True)
                 for total, gradient in zip(sums, found, strict=True):
                     total += 0 if gradient is None else gradient
         return sums
