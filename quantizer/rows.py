@@ -73,7 +73,8 @@ class _Rows:
         self.parts = list(_apart(outputs))
         self._order = torch.cat(self.parts)
         factor = factorize(outputs, self._order, _DAMPING, outputs.dtype)
-        self._upper, self._outputs = factor.upper, outputs + torch.diag(factor.damping)
+        self._upper, self._outputs = factor.upper, outputs.clone()
+        self._outputs.diagonal().add_(factor.damping)
 
     def moved_by_earlier(self, number: int, errors: Tensor) -> Tensor:
         """Return what is added to the rows of a part when all later ones are still free, (rows, in).
@@ -99,7 +100,7 @@ class _Rows:
 def _apart(outputs: Tensor) -> Iterator[Tensor]:
     """Yield rows that weigh little together, one greedy choice after another, in PARTS parts."""
     importance = outputs.diagonal().clamp(min=torch.finfo(outputs.dtype).tiny)
-    together = outputs.square() / importance / importance.unsqueeze(1)
+    together = outputs.square().div_(importance).div_(importance.unsqueeze(1))
     left = torch.ones_like(importance, dtype=torch.bool)
     for size in [len(each) for each in torch.arange(len(outputs)).tensor_split(PARTS) if len(each)]:
         first = importance.where(left, -1.0).argmax()

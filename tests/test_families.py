@@ -143,7 +143,7 @@ def test_resuming_a_model_with_hidden_states_of_another_form_and_others_beside_t
     steps = []
     run["resume"] = True
     gptqkit.quantize(tmp_path / "float", calibration, tmp_path / "resumed", run=run, progress=steps.append)
-    assert {step.layer for step in steps} == {3}
+    assert {step.layer for step in steps if step.stage == "quantize"} == {3}
     gptqkit.quantize(tmp_path / "float", calibration, tmp_path / "whole")
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("resumed", "whole"))
     assert first.keys() == second.keys()

@@ -102,8 +102,8 @@ def llava():
     )
 
 
+HANDING_ON = {"gemma4": gemma4}  # more than hidden states, from block to block
 OTHERS = {
-    "gemma4": gemma4,
     "llava": llava,
     "bert": lambda: transformers.BertConfig(**SIZE, intermediate_size=96),
     "mamba": lambda: transformers.MambaConfig(
@@ -159,7 +159,7 @@ CLASSES = {
 
 def build(name, **changes):
     torch.manual_seed(0)
-    config = {**MODELS, **MIXTURES, **OTHERS, **TWO_STACKS}[name]()
+    config = {**MODELS, **MIXTURES, **OTHERS, **HANDING_ON, **TWO_STACKS}[name]()
     for key, value in changes.items():
         setattr(config, key, value)
     kind = CLASSES.get(name)
