@@ -6,11 +6,12 @@
 #   make sanitize  the CUDA kernels on the emulator under AddressSanitizer and UBSan (needs g++)
 #   make families  tiny models of all families of transformers: what becomes of each (a quarter of an hour)
 #   make clients   load our checkpoints with other programs, in environments of their own (long)
-# PYTHON is the interpreter that makes the environment, VENV where it goes, WORKERS how many processes run tests.
+# PYTHON is the interpreter that makes the environment, VENV where it goes, WORKERS how many processes run tests: one more than
+# two cores, since some wait for disks.
 
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= 2
+WORKERS ?= 3
 
 python := $(VENV)/bin/python
 # pip writes the command on installing, so it also tells when that was done.

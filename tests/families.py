@@ -237,8 +237,8 @@ def put_quantized(model, source, out, modules):
             place.weight.data.copy_(weight.T if isinstance(place, Conv1D) else weight)
 
 
-def outcome(kind, family, folder):
-    """Make, quantize, load and run one; return what became of it as plain values."""
+def outcome(kind, family, folder, settings=None):
+    """Make, quantize, load and run one, by default without options; return what became of it as plain values."""
     source, out = folder / "float", folder / "out"
     try:
         model, inputs = build(kind, family, source)
@@ -247,7 +247,7 @@ def outcome(kind, family, folder):
     steps = []
     try:
         calibration = gptqkit.Calibration(inputs["input_ids"], sequence_length=32)
-        report = gptqkit.quantize(source, calibration, out, progress=steps.append).report
+        report = gptqkit.quantize(source, calibration, out, settings, progress=steps.append).report
         quantized, _ = gptqkit.load(out)
         with torch.no_grad():
             before, found = (each(**inputs)[0].float() for each in (model.float(), quantized.float()))

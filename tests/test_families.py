@@ -57,7 +57,7 @@ def kind_of(family):
 
 
 def tried(family, folder):
-    return families.outcome(kind_of(family), family, folder)
+    return families.outcome(kind_of(family), family, folder, {"learn_iterations": 4})
 
 
 def inputs_of(model, names, tokens):
@@ -133,18 +133,19 @@ def test_what_cannot_be_done_is_refused_before_any_work(family, tmp_path):
 def test_resuming_a_model_with_hidden_states_of_another_form_and_others_beside_them(tmp_path):
     _, inputs = families.build("language model", "gemma3n_text", tmp_path / "float")
     calibration, run = gptqkit.Calibration(inputs["input_ids"], sequence_length=32), {"activations": "disk"}
+    pairs = {"method": "qep"}
 
     def stop(progress):
         if progress.layer == 3:  # which is given the keys and values of another
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        gptqkit.quantize(tmp_path / "float", calibration, tmp_path / "resumed", run=run, progress=stop)
+        gptqkit.quantize(tmp_path / "float", calibration, tmp_path / "resumed", pairs, run=run, progress=stop)
     steps = []
     run["resume"] = True
-    gptqkit.quantize(tmp_path / "float", calibration, tmp_path / "resumed", run=run, progress=steps.append)
-    assert {step.layer for step in steps if step.stage == "quantize"} == {3}
-    gptqkit.quantize(tmp_path / "float", calibration, tmp_path / "whole")
+    gptqkit.quantize(tmp_path / "float", calibration, tmp_path / "resumed", pairs, run=run, progress=steps.append)
+    assert {step.layer for step in steps} == {3}
+    gptqkit.quantize(tmp_path / "float", calibration, tmp_path / "whole", pairs)
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("resumed", "whole"))
     assert first.keys() == second.keys()
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
