@@ -4,7 +4,7 @@
 #   make demo      quantize the example model at 4, 3 and 2 bits, reload it and measure it
 #   make check     what CI runs: ruff, mypy, tests
 #   make sanitize  the CUDA kernels on the emulator under AddressSanitizer and UBSan (needs g++)
-#   make families  tiny models of all families of transformers: what becomes of each (a quarter of an hour)
+#   make families  tiny models of all families of transformers: what becomes of each (about half an hour)
 #   make clients   load our checkpoints with other programs, in environments of their own (long)
 # PYTHON is the interpreter that makes the environment, VENV where it goes, WORKERS how many processes run tests: one more than
 # two cores, since some wait for disks.

@@ -142,10 +142,8 @@ def whole_checkpoint(
 
 def _open_file(path: Path) -> Checkpoint:
     """Open a GGUF file by itself, which may hold layers in floating point only."""
-    tensors, declared = (
-        Shards.of_files([path]),
-        Declared(format="gguf", bits=4, group_size=32, sym=True, desc_act=False),
-    )
+    tensors = Shards.of_files([path])
+    declared = Declared(format="gguf", bits=4, group_size=32, sym=True, desc_act=False)
     layers = _layers(tensors, declared)
     if layers:
         first = next(iter(layers.values()))
