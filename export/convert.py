@@ -97,7 +97,7 @@ def fill(
 
 def _check(checkpoint: Checkpoint, format: str) -> None:
     """Raise ConversionError where shapes and settings alone show that the format cannot hold a layer."""
-    layout, declared = find_format(format), checkpoint.declared
+    layout, declared, group_size = find_format(format), checkpoint.declared, _group_size(checkpoint)
     for name in checkpoint.other_names:
         if name.rpartition(".")[2] in layout.suffixes:
             raise ConversionError(f"{name} belongs to no quantized layer, but {format} would take it for a part of one")
@@ -108,11 +108,18 @@ def _check(checkpoint: Checkpoint, format: str) -> None:
             layout.check(spec)
         except (ConfigError, ShapeError) as error:
             raise ConversionError(f"{name}: {error}") from error
-        if layout.uniform and (spec.bits, spec.group_size) != (declared.bits, declared.group_size or spec.in_features):
+        if layout.uniform and (spec.bits, spec.group_size) != (declared.bits, group_size or spec.in_features):
             raise ConversionError(
                 f"{name} has {spec.bits} bits and groups of {spec.group_size}, and {format} knows one setting for all "
-                "modules; choose another format, or quantize again without overrides"
+                "modules; choose another format, or quantize again with one for all"
             )
+
+
+def _group_size(checkpoint: Checkpoint) -> int | None:
+    """Return the declared group size, or None where layers differ from it, but each has one group per row."""
+    declared, layers = checkpoint.declared.group_size, checkpoint.layers.values()
+    whole = all(spec.groups == 1 for spec in layers)
+    return None if whole and any(spec.group_size != declared for spec in layers) else declared
 
 
 def _tensors(checkpoint: Checkpoint, format: str, layers: dict[str, LayerSpec]) -> Iterator[tuple[str, Tensor]]:
@@ -173,6 +180,8 @@ def _quantization_config(
     if isinstance(asked, dict):
         with suppress(ValueError, TypeError, AttributeError):  # another version of gptqkit has other settings
             config = QuantizeConfig.from_dict(asked)
+    if find_format(format).uniform:
+        config = dataclasses.replace(config, group_size=_group_size(checkpoint))
     write, floats = find_format(format).write_config, matrices(checkpoint.other_names, checkpoint.tensors)
     values = write(dataclasses.replace(config, format=format, type=None), layers, floats)
     if write == checkpoint.format.write_config and PACKING not in before:  # then what only the source says stays

@@ -218,6 +218,15 @@ def test_formats_that_know_one_setting_refuse_mixed_ones(material, tmp_path):
     }
 
 
+@pytest.mark.parametrize("before", ["gptq_v2", "compressed-tensors"])
+def test_whole_rows_are_one_setting_whatever_was_asked(material, tmp_path, before):
+    made = material(format=before, group_size=96, overrides={"q_proj": ModuleOverride(group_size=64)})
+    convert(made.write(tmp_path / "source"), tmp_path / "awq", format="awq")  # 64 and 96 columns
+    found = open_checkpoint(tmp_path / "awq")
+    assert found.quantization_config["group_size"] == -1
+    assert all(same(found.weight(name), weight) for name, weight in made.weights.items())
+
+
 def test_zero_points_that_the_declared_symmetry_denies(material, tmp_path):
     """Then the file says symmetric and its zeros do not; what is written from it says what they are."""
     made = material(sym=True)
