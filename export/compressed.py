@@ -126,7 +126,7 @@ def layer_spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> 
         bits=bits,
         group_size=size,
         sym=sym,
-        act_order=is_act_order(f"{name}.weight_g_idx", index, columns, size, declared=declared.desc_act),
+        act_order=is_act_order(f"{name}.weight_g_idx", index, columns, size, declared=declared.needs_index(name)),
     )
 
 
@@ -221,19 +221,21 @@ def read_config(values: Mapping[str, Any], where: str) -> Declared:
     common = rules.get(_LINEAR) or next(iter(rules.values()))
     # Names count before patterns, patterns before the class of all.
     ordered = sorted((target for target in rules if target != _LINEAR), key=lambda target: target.startswith(_PATTERN))
+    dynamic = {_as_pattern(target): rules[target] for target in ordered}
+    dynamic.setdefault(".*", common)
     return Declared(
         format=declared_format(values, where),
         bits=common["bits"],
         group_size=None if common["group_size"] == -1 else common["group_size"],
         sym=common["sym"],
-        desc_act=any(rule["act_order"] for rule in rules.values()),
+        desc_act=any(rule["desc_act"] for rule in rules.values()),
         writer=writer_of(values),
-        dynamic={_as_pattern(target): rules[target] for target in ordered},
+        dynamic=dynamic,
     )
 
 
 def _rule(group: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return bits, group_size, sym and act_order of a group; CheckpointError where it is not plain weights."""
+    """Return bits, group_size, sym and desc_act of a group; CheckpointError where it is not plain weights."""
     for key in ("input_activations", "output_activations"):
         if group.get(key) is not None:
             raise CheckpointError(f"{where} quantizes {key.replace('_', ' ')}; only weights may be, to be read here")
@@ -260,7 +262,7 @@ def _rule(group: Mapping[str, Any], where: str) -> dict[str, Any]:
     symmetric, order = weights.get("symmetric", True), weights.get("actorder")
     if not isinstance(symmetric, bool) or order not in (None, False, True, "group", "dynamic", "weight", "static"):
         raise CheckpointError(f"{where}: symmetric is {symmetric!r}, actorder {order!r}; fetch the file again")
-    return {**rule, "sym": symmetric, "act_order": order in (True, "group", "dynamic")}
+    return {**rule, "sym": symmetric, "desc_act": order in (True, "group", "dynamic")}
 
 
 def _check_target(target: str, where: str) -> str:

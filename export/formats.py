@@ -84,11 +84,19 @@ class Declared:
 
         CheckpointError for a pattern with which that takes too long.
         """
-        names, patterns = self._rules
-        own, values = names.get(name, (len(self.dynamic), {}))
-        values = next((each for at, pattern, each in patterns if at < own and self._matches(pattern, name)), values)
+        values = self._own(name)
         size = values.get("group_size") or self.group_size
         return values.get("bits") or self.bits, None if size == -1 else size, bool(values.get("sym", self.sym))
+
+    def needs_index(self, name: str) -> bool:
+        """Return whether groups of the module `name` follow an order that a tensor must tell; errors as above."""
+        return bool(self._own(name).get("desc_act", self.desc_act)) and not self.static_groups
+
+    def _own(self, name: str) -> Mapping[str, Any]:
+        """Return what `dynamic` says of a module."""
+        names, patterns = self._rules
+        own, values = names.get(name, (len(self.dynamic), {}))
+        return next((each for at, pattern, each in patterns if at < own and self._matches(pattern, name)), values)
 
     @cached_property
     def _rules(self) -> tuple[dict[str, tuple[int, Mapping[str, Any]]], list[tuple[int, Any, Mapping[str, Any]]]]:

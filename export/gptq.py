@@ -107,8 +107,8 @@ def layer_spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> 
     groups = -(-columns // size)
     shapes = {"g_idx": (columns,), "qzeros": (groups, outputs * bits // 32), "scales": (groups, outputs)}
     given = f"qweight {(words, outputs)} with {bits} bits"
+    ordered = declared.needs_index(name)
     check_shapes(name, tensors, {**shapes, "bias": (outputs,)}, given, group_size)
-    ordered = declared.desc_act and not declared.static_groups
     return LayerSpec(
         in_features=columns,
         out_features=outputs,

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import gptqkit
 from gptqkit.errors import ArchitectureError, CheckpointError, ConfigError, ConversionError, ShapeError
@@ -216,6 +217,22 @@ def test_formats_that_know_one_setting_refuse_mixed_ones(material, tmp_path):
     assert {name: file for name, file in contents(tmp_path / "back").items() if name.endswith("safetensors")} == {
         "model.safetensors": (source / "model.safetensors").read_bytes()
     }
+
+
+def test_act_order_of_some_layers_alone(material, tmp_path):
+    """As where columns have their order already: such layers of compressed-tensors have no index, the others must."""
+    made = material(format="compressed-tensors")
+    for name in made.weights:
+        if name.endswith("q_proj"):
+            made.weights[name] = random_weight(4, 64, 64, 32, act_order=True)
+    out = made.write(tmp_path / "out")
+    found = open_checkpoint(out)
+    assert all(same(found.weight(name), weight) for name, weight in made.weights.items())
+    tensors = load_file(out / "model.safetensors")
+    del tensors["model.layers.1.self_attn.q_proj.weight_g_idx"]
+    save_file(tensors, out / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.q_proj\.weight_g_idx is missing"):
+        open_checkpoint(out)
 
 
 @pytest.mark.parametrize("before", ["gptq_v2", "compressed-tensors"])
