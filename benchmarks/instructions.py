@@ -2,14 +2,14 @@
 
     python benchmarks/instructions.py [--out benchmarks/results] [--arch 90]
 
-For every kernel and architecture: registers, bytes of shared memory, and how many blocks one multiprocessor holds.
-Then a warp's instructions: for each unit of 64 x 64 codes, with those that the ends of groups of 128 inputs add on
-average ("fine": of 32); behind the loop, where loops count as often as they run for a tile that eight blocks share, and
-branches not taken count, too; with the 16-byte loads of partial sums that are under way at a time. Instructions per
-byte are those of a product of 16384 inputs shared by eight blocks, for each byte of the weight. The share is theirs of
-the issue slots that pass while an H100's memory delivers the weight: calculated, not measured; above 100 % the
-instructions are the limit and not the memory. Writes instructions.json. Needs nvcc and cuobjdump, which comes with the
-CUDA toolkit and with triton.
+For every kernel and architecture: registers, bytes of shared memory, and how many blocks one multiprocessor holds. Then
+a warp's instructions: for each unit of 64 x 64 codes, with those that the ends of groups of 128 inputs add on average
+("fine": of 32; "free": of 32, with float32 scales and offsets); behind the loop, where loops count as often as they run
+for a tile that eight blocks share, and branches not taken count, too; with the 16-byte loads of partial sums that are
+under way at a time. Instructions per byte are those of a product of 16384 inputs shared by eight blocks, for each byte
+of the weight. The share is theirs of the issue slots that pass while an H100's memory delivers the weight: calculated,
+not measured; above 100 % the instructions are the limit and not the memory. Writes instructions.json. Needs nvcc and
+cuobjdump, which comes with the CUDA toolkit and with triton.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SLOTS = 132 * 4 * 1.755e9  # per second: multiprocessors, their schedulers, the 
 GROUP_UNITS = 2  # units of a group of 128 inputs
 STEPS = 4  # of a unit
 INPUTS, SPLIT, PARTS_AT_ONCE = 16384, 8, 4  # the last is kBlocks of add_parts
-KERNEL = re.compile(r"gemm_(small|large)_mI\d+(B?Float16)Li(\d)ELi(\d+)E(?:Lb(\d)E)?")
+KERNEL = re.compile(r"gemm_(small|large)_mI\d+(B?Float16)Li(\d)ELi(\d+)E(?:Lb(\d)E)?Lb(\d)E")
 ADD = re.compile(r"add_large_mI\d+(B?Float16)Li(\d+)E")
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);")
 JUMP = re.compile(r"BRA\S* .*0x([0-9a-f]+)")
@@ -51,6 +51,7 @@ class Row:
     bits: int
     tokens: int
     fine: bool
+    free: bool
     registers: int
     shared: int
     blocks: int
@@ -137,8 +138,9 @@ def read_rows(architecture: str, folder: Path) -> list[Row]:
         match = KERNEL.search(name)
         if match is None:
             continue
-        kind, dtype, bits, tokens, fine = match[1], match[2], int(match[3]), int(match[4]), match[5] == "1"
-        kernel = read_kernel(library, Shape(bits, int(dtype == "BFloat16"), 64, INPUTS, 32 if fine else 128), tokens)
+        kind, dtype, bits, tokens, free = match[1], match[2], int(match[3]), int(match[4]), match[6] == "1"
+        fine, number = free or match[5] == "1", int(dtype == "BFloat16")
+        kernel = read_kernel(library, Shape(bits, number, 64, INPUTS, 32 if fine else 128, int(free)), tokens)
         listing = listing_of(text)
         loop = max(loops_of(listing), key=lambda loop: (count(loop, "HMMA"), -len(loop)))
         parts = optional_parts(loop)
@@ -161,6 +163,7 @@ def read_rows(architecture: str, folder: Path) -> list[Row]:
                 bits=bits,
                 tokens=tokens,
                 fine=fine,
+                free=free,
                 registers=registers,
                 shared=kernel.shared,
                 blocks=blocks_of(architecture, registers, kernel.shared + static % RESERVED, kernel.threads // 32),
@@ -173,7 +176,7 @@ def read_rows(architecture: str, folder: Path) -> list[Row]:
                 share=round(per_byte * BANDWIDTH / SLOTS, 3),
             )
         )
-    return sorted(rows, key=lambda row: (row.tokens, row.fine, row.dtype, row.bits))
+    return sorted(rows, key=lambda row: (row.tokens, row.fine, row.free, row.dtype, row.bits))
 
 
 def main() -> None:
@@ -191,10 +194,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for architecture in arguments.arch:
             print(f"sm_{architecture}")
-            print("tokens | dtype    | bits | fine | registers | shared | blocks per SM | unit | behind")
+            print("tokens | dtype    | bits | ends | registers | shared | blocks per SM | unit | behind")
             for row in read_rows(architecture, Path(folder)):
+                ends = "free" if row.free else "fine" if row.fine else ""
                 print(
-                    f"{row.tokens:>6} | {row.dtype:<8} | {row.bits:>4} | {'yes' if row.fine else 'no':>4} | "
+                    f"{row.tokens:>6} | {row.dtype:<8} | {row.bits:>4} | {ends:>4} | "
                     f"{row.registers:>9} | {row.shared:>6} | {row.blocks:>13} | {row.unit:>4} | {row.behind:>6} | "
                     f"{row.loads} loads, {row.per_byte:.3f} per byte, {row.share:.0%}",
                     flush=True,

@@ -1,8 +1,9 @@
 """The default on NVIDIA GPUs: products directly on packed weights, with the kernels of `csrc`.
 
-The values are those of the torch backend. Up to 16 rows of x run on a fused kernel that applies scales to sums in
-float32, more on one that rounds each weight once, many on torch's dense product. The results differ from the torch
-backend's by the order of summation and, up to 16 rows, by the rounding of weights that does not happen.
+Float16 scales and whole zero points are kept as they are, any others as float32 scales and offsets; codes of 5 and 6
+bits take 8. The values are those of the torch backend. Up to 16 rows of x run on a fused kernel that applies scales to
+sums in float32, more on one that rounds each weight once, many on torch's dense product. The results differ from the
+torch backend's by the order of summation and, up to 16 rows, by the rounding of weights that does not happen.
 """
 
 from __future__ import annotations
@@ -30,17 +31,19 @@ class CudaLinear(QuantLinear):
 
     summary: ClassVar[str] = "computes on the packed words with the bundled CUDA kernels"
     device_type: ClassVar[str | None] = "cuda"
-    exact: ClassVar[tuple[str, ...]] = ("scale",)
+    exact: ClassVar[tuple[str, ...]] = ("scale", "zero")
 
     _layer: Layer | None = None
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(weight, bias, dtype)
-        self._sizes = (self.bits, self.group_size, self.out_features)
+        bits = next(each for each in BITS if each >= self.bits)
+        self._sizes = (bits, self.group_size, self.out_features)
         order = torch.argsort(weight.group_index, stable=True) if self.act_order else None
-        self.register_buffer("packed", pack_codes(weight.codes if order is None else weight.codes[:, order], self.bits))
-        self.register_buffer("scale", pack_grid(weight.scale.half()))
-        self.register_buffer("zero", pack_zeros(weight.zero_point(), self.bits))
+        zeros = whole_zero_points(weight) if torch.equal(weight.scale.half().float(), weight.scale) else None
+        self.register_buffer("packed", pack_codes(weight.codes if order is None else weight.codes[:, order], bits))
+        self.register_buffer("scale", pack_free(weight.scale) if zeros is None else pack_grid(weight.scale.half()))
+        self.register_buffer("zero", pack_free(weight.offset) if zeros is None else pack_zeros(zeros, bits))
         self.register_buffer("order", None if order is None else order.to(torch.int32))
 
     @classmethod
@@ -104,15 +107,11 @@ def unfit(weight: QuantizedWeight, dtype: torch.dtype) -> str | None:
     if dtype not in DTYPES:
         return f"the activations are {dtype}, and the kernels compute in float16 or bfloat16; load with such a dtype"
     size, columns = weight.group_size, weight.in_features
-    if weight.bits not in BITS or columns % 32 or (size % 16 and size < columns):
+    if columns % 32 or (size % 16 and size < columns):
         return (
-            f"the layer has {weight.bits} bits and groups of {size} in {columns} columns, and the kernels take 2, 3, 4 "
-            "or 8 bits, a multiple of 32 columns and groups of a multiple of 16"
+            f"the layer has groups of {size} in {columns} columns, and the kernels take a multiple of 32 columns and "
+            "groups of a multiple of 16"
         )
-    if not torch.equal(weight.scale.half().float(), weight.scale):
-        return "some of the layer's scales are no float16 values, which the kernels need"
-    if whole_zero_points(weight) is None:
-        return f"some of the layer's zero points are not whole or not in 0 ... {2**weight.bits}"
     members = torch.bincount(weight.group_index, minlength=weight.scale.shape[1])  # the last may be shorter
     even = bool((members[:-1] == size).all())
     return None if even else f"some groups have more or less than {size} columns and cannot be sorted"
@@ -155,6 +154,11 @@ def _pack_rows(codes: Tensor, bits: int) -> Tensor:
 def pack_grid(values: Tensor) -> Tensor:
     """Return values of groups, (out, groups), as the kernels read them, (groups, out padded to 64)."""
     return functional.pad(values.t(), (0, -values.shape[0] % 64)).contiguous()
+
+
+def pack_free(values: Tensor) -> Tensor:
+    """Return float32 values of groups, (out, groups), as the kernels read them, (groups, out padded to 64)."""
+    return pack_grid(values).view(values.shape[1], -1, 8, 2, 4).transpose(2, 3).flatten(1)
 
 
 def pack_zeros(zeros: Tensor, bits: int) -> Tensor:

@@ -27,13 +27,17 @@ _HERE = Path(__file__).parent
 
 
 class Shape(NamedTuple):
-    """A layer but for its tensors, in the order of `gptqkit_layer`: `dtype` is the interface's number."""
+    """A layer but for its tensors, in the order of `gptqkit_layer`: `dtype` is the interface's number.
+
+    `free` is 1 for float32 scales and offsets, 0 for float16 scales and whole zero points.
+    """
 
     bits: int
     dtype: int
     n: int
     k: int
     group: int
+    free: int = 0
 
 
 class LayerRecord(Structure):

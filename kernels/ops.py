@@ -82,16 +82,16 @@ class Layer:
         bits, group_size, out_features = sizes
         tiles, groups = -(-out_features // 64), -(-in_features // max(group_size, 1))  # the library refuses groups of 0
         _check("weight", weight, torch.int32, (tiles, -(-in_features // 64), bits, 32, 4), device)
-        _check("scale", scale, torch.float16, (groups, tiles * 64), device)
-        _check(
-            "zero", zero, torch.int16 if bits > 4 else torch.uint8, (groups, tiles * (32 if bits < 4 else 64)), device
-        )
+        free = scale.dtype is torch.float32
+        kind = torch.float32 if free else torch.int16 if bits > 4 else torch.uint8
+        _check("scale", scale, torch.float32 if free else torch.float16, (groups, tiles * 64), device)
+        _check("zero", zero, kind, (groups, tiles * (32 if bits < 4 and not free else 64)), device)
         if dtype not in DTYPES:
             raise ShapeError(f"x is {dtype}, and the kernels compute in float16 or bfloat16; convert it")
         if bias is not None:
             _check("bias", bias, dtype, (out_features,), device)
         self.tensors, self.dtype = (weight, scale, zero, bias), dtype
-        self.shape = Shape(bits, DTYPES[dtype], out_features, in_features, group_size)
+        self.shape = Shape(bits, DTYPES[dtype], out_features, in_features, group_size, int(free))
         self.padded = -(-out_features // 8) * 8  # the kernels store eight columns at a time
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in self.tensors]
         self.record = LayerRecord(*pointers, *self.shape)
@@ -273,7 +273,7 @@ class Launcher:
         if self._on_gpu and torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self.device):
                 return self.product(x, layer, split)
-        (_, _, n, k, _), padded = layer.shape, layer.padded
+        (_, _, n, k, _, _), padded = layer.shape, layer.padded
         m = x.numel() // k if n and k else 0
         if not m:
             return x.new_zeros((*x.shape[:-1], n))

@@ -1,5 +1,6 @@
 """What every test shares: no network, GPU tests skipped where there is none, the example model and text."""
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -45,13 +46,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def emulator_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernel library with an emulator in place of the GPU, compiled once."""
+    """The kernel library with an emulator in place of the GPU, compiled once for all processes that run tests."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     from support.emulator import build_emulator
 
-    path = tmp_path_factory.mktemp("emulator") / "libgptqkit_emulator.so"
-    build_emulator(path)
+    own = tmp_path_factory.getbasetemp()
+    folder = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    path = folder / "libgptqkit_emulator.so"
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if not path.exists():
+            build_emulator(path.with_suffix(".part"))
+            path.with_suffix(".part").rename(path)
     return path
 
 

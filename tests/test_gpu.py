@@ -94,18 +94,23 @@ def test_errors_weigh_the_same_on_a_gpu(tmp_path):
     assert_close(found[1].cpu(), found[0], rtol=0.02)  # chances on the edge between two tokens
 
 
-def test_blocks_of_gguf_are_decided_and_decoded_on_a_gpu(gpu, tmp_path):
+def test_blocks_of_gguf_are_decided_decoded_and_multiplied_on_a_gpu(gpu, tmp_path):
     gguf_files.save(gguf_files.build(num_hidden_layers=1, intermediate_size=256), tmp_path / "model")
     errors = []
     for device in ("cpu", gpu):
-        settings = {"type": "Q2_K", "run": {"device": device}, "group_size": 128, "sym": True}
-        result = quantize(tmp_path / "model", tmp_path / device, gguf_files.tokens(4, 16), **settings)
+        settings = {"type": "Q2_K", "method": "gptq", "refine_rounds": 1, "group_size": 128, "sym": True}
+        how = {**settings, "run": {"device": device}}
+        result = quantize(tmp_path / "model", tmp_path / device, gguf_files.tokens(4, 16), **how)
         errors.append(sum(module.error for module in result.report.modules))
     assert errors[1] == pytest.approx(errors[0], rel=0.05)
     model, _ = gptqkit.load(tmp_path / gpu, device=gpu, dtype="float32")
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"cuda"}
     weight = gptqkit.open_checkpoint(tmp_path / gpu).weight("model.layers.0.mlp.up_proj")
     assert torch.equal(model.model.layers[0].mlp.up_proj.weight.cpu(), weight.dequantize())
+    models = [gptqkit.load(tmp_path / gpu, device=gpu, dtype="float16", backend=name)[0] for name in ("auto", "torch")]
+    assert models[0].gptqkit_backend.name == "cuda"
+    ours, theirs = (outputs(each, gguf_files.tokens(4, 16)).float().cpu() for each in models)
+    assert_close(ours, theirs, rtol=1e-2)
 
 
 @pytest.fixture(scope="module")

@@ -9,18 +9,21 @@
 //
 // Packed form. Columns go in tiles of 64, inputs in steps of 16, four of which make one unit of 64 x 64 codes.
 //     weight  uint32 [ceil(N/64)][ceil(K/64)][bits][32][4]     what each lane of a warp reads, see layout.cuh
+// The grid is a plain one:
 //     scale   float16 [G][ceil(N/64) * 64]
 //     zero    [G][ceil(N/64) * 64]                             nibbles at 2 and 3 bits (two per byte, the first low),
 //                                                              uint8 at 4 bits, uint16 at 8 bits, so that every zero
 //                                                              from 0 to 2^bits is exact
-// Padded codes, scales and zeros are 0.
+// or a free one, W[n, k] = code[k, n] * scale[k / group, n] + offset[k / group, n]:
+//     scale   float32 [G][ceil(N/64)][2][8][4]                 of each eight columns first the first four
+//     zero    float32 [G][ceil(N/64)][2][8][4]                 the offsets, likewise
+// Padded codes, scales, zeros and offsets are 0.
 //
 // Every function that returns int returns 0 or an error code, whose text gptqkit_error gives: negative codes are ours,
 // positive ones are cudaError_t. All tensors are device pointers and row-major; `stream` is a cudaStream_t of the
 // current device; nothing synchronizes, allocates or reads the host's memory, so all calls can be captured in a graph.
-// `dtype` is 0 for float16, 1 for bfloat16; x, bias, y and dense have it. Scales are float16 whatever the dtype, as
-// checkpoints hold them, and never rounded. n, k and m may be any size for which the tensors fit the device: products
-// of them are 64-bit.
+// `dtype` is 0 for float16, 1 for bfloat16; x, bias, y and dense have it. Scales and offsets are never rounded to it. n,
+// k and m may be any size for which the tensors fit the device: products of them are 64-bit.
 #pragma once
 #include <stdint.h>
 
@@ -55,11 +58,11 @@ GPTQKIT_API int gptqkit_versions(int *driver, int *built);
 GPTQKIT_API int64_t gptqkit_user(void *stream);
 
 // A layer: its packed form, what its activations are, its sizes. weight, scale and zero are 16-byte aligned; group is a
-// multiple of 16, or at least k (one group per row).
+// multiple of 16, or at least k (one group per row); free is 1 for a free grid, else 0.
 struct gptqkit_layer {
     const uint32_t *weight;
     const void *scale, *zero, *bias; // bias may be NULL
-    int32_t bits, dtype, n, k, group;
+    int32_t bits, dtype, n, k, group, free;
 };
 
 // The kernel for m tokens, as seven numbers: tokens and columns of the tile of y that a block makes; warps of a block
@@ -76,8 +79,8 @@ GPTQKIT_API int gptqkit_kernel(const struct gptqkit_layer *layer, int m, int32_t
 GPTQKIT_API int gptqkit_gemm(const struct gptqkit_layer *layer, const void *x, int64_t ldx, void *y, float *workspace,
                              int32_t *locks, int m, int split, void *stream);
 
-// Rows first ... first + count - 1 of W as dense [count, K], inputs in packed order: exact in float32, rounded once.
-// dense is 8-byte aligned.
+// Rows first ... first + count - 1 of W as dense [count, K], inputs in packed order: exact in float32, or on a free grid
+// product and sum rounded to it, and then rounded once. dense is 8-byte aligned.
 GPTQKIT_API int gptqkit_dequantize(const struct gptqkit_layer *layer, void *dense, int first, int count, void *stream);
 
 // One block of GPTQ's column sweep, see sweep.cu: all tensors float32 but group (int32) and codes (uint8), row-major.

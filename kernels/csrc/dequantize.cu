@@ -1,4 +1,5 @@
-// dense[row, k] = (code[k, n] - zero[g, n]) * scale[g, n] with n = first + row and g = k / group, for large batches.
+// dense[row, k] = (code[k, n] - zero[g, n]) * scale[g, n] with n = first + row and g = k / group, for large batches; on a
+// FREE grid code * scale + offset.
 //
 // Layouts: layout.cuh; dense is [count, K]. One warp per unit of 64 columns x 64 inputs, four to a block; a lane's four
 // neighbouring inputs leave as one 8-byte store, those of four lanes fill a 32-byte sector.
@@ -14,14 +15,13 @@ constexpr int kWarps = 4;
 
 struct DequantizeArguments {
     const uint4 *weight;
-    const uint16_t *scale; // float16
-    const void *zero;
+    const void *scale, *zero;
     uint16_t *dense;
     int first, count, k, group, units, column_tiles;
     int64_t warps;
 };
 
-template <class T, int BITS> KERNEL(kWarps *kLanes, 1) dequantize(DequantizeArguments a) {
+template <class T, int BITS, bool FREE> KERNEL(kWarps *kLanes, 1) dequantize(DequantizeArguments a) {
     const int64_t warp = int64_t(blockIdx.x) * kWarps + threadIdx.x / kLanes;
     if (warp >= a.warps) return;
     const int lane = threadIdx.x % kLanes, unit = int(warp % a.units), tile = a.first / kTile + int(warp / a.units);
@@ -32,7 +32,7 @@ template <class T, int BITS> KERNEL(kWarps *kLanes, 1) dequantize(DequantizeArgu
         const uint4 vector = load_constant(source + v * kLanes);
         word[4 * v] = vector.x, word[4 * v + 1] = vector.y, word[4 * v + 2] = vector.z, word[4 * v + 3] = vector.w;
     }
-    Weights<T, BITS> weights;
+    Weights<T, BITS, FREE> weights;
     int group = -1;
 #pragma unroll
     for (int j = 0; j < kSteps; j++) {
@@ -40,7 +40,7 @@ template <class T, int BITS> KERNEL(kWarps *kLanes, 1) dequantize(DequantizeArgu
         if (step >= a.k) return; // half a unit, the last one
         if (step / a.group != group) {
             group = step / a.group;
-            weights.open(load_grid<BITS>(a, group, tile, lane / 4));
+            weights.open(load_grid<BITS, FREE>(a, group, tile, lane / 4));
         }
         uint32_t w[4][4];
         weights.make(word + j * BITS, w);
@@ -55,14 +55,18 @@ template <class T, int BITS> KERNEL(kWarps *kLanes, 1) dequantize(DequantizeArgu
     }
 }
 
-template <class T> int start(int bits, const DequantizeArguments &a, void *stream) {
+template <class T, bool FREE> int start(int bits, const DequantizeArguments &a, void *stream) {
     const dim3 grid(unsigned((a.warps + kWarps - 1) / kWarps));
     switch (bits) {
-    case 2: return launch<dequantize<T, 2>>(grid, kWarps * kLanes, 0, stream, a);
-    case 3: return launch<dequantize<T, 3>>(grid, kWarps * kLanes, 0, stream, a);
-    case 4: return launch<dequantize<T, 4>>(grid, kWarps * kLanes, 0, stream, a);
-    default: return launch<dequantize<T, 8>>(grid, kWarps * kLanes, 0, stream, a);
+    case 2: return launch<dequantize<T, 2, FREE>>(grid, kWarps * kLanes, 0, stream, a);
+    case 3: return launch<dequantize<T, 3, FREE>>(grid, kWarps * kLanes, 0, stream, a);
+    case 4: return launch<dequantize<T, 4, FREE>>(grid, kWarps * kLanes, 0, stream, a);
+    default: return launch<dequantize<T, 8, FREE>>(grid, kWarps * kLanes, 0, stream, a);
     }
+}
+
+template <class T> int start(const gptqkit_layer &layer, const DequantizeArguments &a, void *stream) {
+    return layer.free ? start<T, true>(layer.bits, a, stream) : start<T, false>(layer.bits, a, stream);
 }
 
 } // namespace
@@ -74,7 +78,7 @@ GPTQKIT_API int gptqkit_dequantize(const gptqkit_layer *layer, void *dense, int 
     if (count == 0 || layer->k == 0) return GPTQKIT_OK;
     const int units = tiles(layer->k), last_tile = (first + count - 1) / 64;
     const DequantizeArguments arguments{reinterpret_cast<const uint4 *>(layer->weight),
-                                        static_cast<const uint16_t *>(layer->scale),
+                                        layer->scale,
                                         layer->zero,
                                         static_cast<uint16_t *>(dense),
                                         first,
@@ -84,6 +88,5 @@ GPTQKIT_API int gptqkit_dequantize(const gptqkit_layer *layer, void *dense, int 
                                         units,
                                         tiles(layer->n),
                                         int64_t(last_tile - first / 64 + 1) * units};
-    return layer->dtype == 0 ? start<Float16>(layer->bits, arguments, stream)
-                             : start<BFloat16>(layer->bits, arguments, stream);
+    return layer->dtype == 0 ? start<Float16>(*layer, arguments, stream) : start<BFloat16>(*layer, arguments, stream);
 }

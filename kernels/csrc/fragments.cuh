@@ -5,8 +5,8 @@
 //
 //     base + code * 2^place        place = place(i, h) depends on the register: h = r & 1 is its half of the 16 columns
 //
-// as an integer number of `unit`s. The consumer takes out base and zero together, as value(zero, place), then place and
-// unit. There is room for a zero of 2^bits.
+// as an integer number of `unit`s. The consumer takes out base and zero together, as value(zero, place), or base alone,
+// then place and unit. There is room for a zero of 2^bits.
 //   Float16, kBiased: exponent of 1024; base 1024, unit 1; ten mantissa bits.
 //   Float16, not kBiased: exponent 0: the operand is subnormal; base 0, unit 2^-24. One instruction less per operand.
 //   BFloat16: exponent of 128; base 128, unit 1; seven mantissa bits. Eight-bit codes take two exact halves: base 0.
@@ -21,7 +21,7 @@ template <> constexpr uint32_t kPairOfOnes<BFloat16> = 0x3f803f80;
 template <class T, int BITS, bool kBiased> struct Fragments;
 
 template <int BITS, bool kBiased> struct Fragments<Float16, BITS, kBiased> {
-    static constexpr float unit = kBiased ? 1 : 0x1p-24f;
+    static constexpr float base = kBiased ? 1024 : 0, unit = kBiased ? 1 : 0x1p-24f;
     static constexpr uint32_t exponent = kBiased ? 0x64006400 : 0;
 
     static constexpr DEVICE int place(int i, int h) {
@@ -55,7 +55,7 @@ template <int BITS, bool kBiased> struct Fragments<Float16, BITS, kBiased> {
 };
 
 template <int BITS, bool kBiased> struct Fragments<BFloat16, BITS, kBiased> {
-    static constexpr float unit = 1;
+    static constexpr float base = 128, unit = 1;
     static constexpr uint32_t exponent = 0x43004300;
 
     static constexpr DEVICE int place(int i, int h) {
@@ -87,7 +87,7 @@ template <int BITS, bool kBiased> struct Fragments<BFloat16, BITS, kBiased> {
 };
 
 template <bool kBiased> struct Fragments<BFloat16, 8, kBiased> {
-    static constexpr float unit = 1;
+    static constexpr float base = 0, unit = 1;
 
     static constexpr DEVICE int place(int, int) { return 0; }
     static DEVICE float value(uint32_t code, int) { return float(code); }

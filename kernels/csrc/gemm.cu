@@ -21,39 +21,44 @@ struct Kernel {
     int warps, shared;
 };
 
-template <class T, int BITS, int TOKENS, bool FINE> Kernel small_m() {
+template <class T, int BITS, int TOKENS, bool FINE, bool FREE> Kernel small_m() {
     constexpr int warps = kSmallMWarps<BITS, TOKENS>, shared = kSmallMRingBytes<BITS, TOKENS>;
-    constexpr auto kernel = gemm_small_m<T, BITS, TOKENS, FINE>;
+    constexpr auto kernel = gemm_small_m<T, BITS, TOKENS, FINE, FREE>;
     static_assert(shared <= kSharedLimit);
     return {launch<kernel, GemmArguments>, resident_blocks<kernel>, nullptr, TOKENS, kTile, warps, warps, shared};
 }
 
-template <class T, int BITS, int TOKENS> Kernel large_m() {
+template <class T, int BITS, int TOKENS, bool FREE> Kernel large_m() {
     constexpr int shared = kLargeMRingBytes<BITS, TOKENS>;
-    constexpr auto kernel = gemm_large_m<T, BITS, TOKENS>;
+    constexpr auto kernel = gemm_large_m<T, BITS, TOKENS, FREE>;
     static_assert(shared <= kSharedLimit);
     return {launch<kernel, GemmArguments>, resident_blocks<kernel>, launch<add_large_m<T, TOKENS>, GemmArguments>,
             TOKENS, kLargeMColumns, 1, kLargeMWarps, shared};
 }
 
-template <class T, int BITS> Kernel kernel_for(int m, bool fine) {
-    if (m <= 8) return fine ? small_m<T, BITS, 8, true>() : small_m<T, BITS, 8, false>();
-    if (m <= 16) return fine ? small_m<T, BITS, 16, true>() : small_m<T, BITS, 16, false>();
-    return m <= 32 ? large_m<T, BITS, 32>() : large_m<T, BITS, 64>();
+template <class T, int BITS, bool FINE, bool FREE> Kernel kernel_for(int m) {
+    if (m <= 8) return small_m<T, BITS, 8, FINE, FREE>();
+    if (m <= 16) return small_m<T, BITS, 16, FINE, FREE>();
+    return m <= 32 ? large_m<T, BITS, 32, FREE>() : large_m<T, BITS, 64, FREE>();
 }
 
-template <class T> Kernel kernel_for(int bits, int m, bool fine) {
-    switch (bits) {
-    case 2: return kernel_for<T, 2>(m, fine);
-    case 3: return kernel_for<T, 3>(m, fine);
-    case 4: return kernel_for<T, 4>(m, fine);
-    default: return kernel_for<T, 8>(m, fine);
+template <class T, int BITS> Kernel kernel_for(const gptqkit_layer &layer, int m) {
+    const bool fine = layer.group < layer.k && layer.group % kTile != 0; // groups end within units
+    if (layer.free) return kernel_for<T, BITS, true, true>(m);           // as those of most such files do
+    return fine ? kernel_for<T, BITS, true, false>(m) : kernel_for<T, BITS, false, false>(m);
+}
+
+template <class T> Kernel kernel_for(const gptqkit_layer &layer, int m) {
+    switch (layer.bits) {
+    case 2: return kernel_for<T, 2>(layer, m);
+    case 3: return kernel_for<T, 3>(layer, m);
+    case 4: return kernel_for<T, 4>(layer, m);
+    default: return kernel_for<T, 8>(layer, m);
     }
 }
 
 Kernel kernel_for(const gptqkit_layer &layer, int m) {
-    const bool fine = layer.group < layer.k && layer.group % kTile != 0; // groups end within units
-    return layer.dtype == 0 ? kernel_for<Float16>(layer.bits, m, fine) : kernel_for<BFloat16>(layer.bits, m, fine);
+    return layer.dtype == 0 ? kernel_for<Float16>(layer, m) : kernel_for<BFloat16>(layer, m);
 }
 
 } // namespace
@@ -82,7 +87,7 @@ GPTQKIT_API int gptqkit_gemm(const gptqkit_layer *layer, const void *x, int64_t 
     const GemmArguments arguments{static_cast<const uint16_t *>(x),
                                   ldx,
                                   reinterpret_cast<const uint4 *>(layer->weight),
-                                  static_cast<const uint16_t *>(layer->scale),
+                                  layer->scale,
                                   layer->zero,
                                   static_cast<const uint16_t *>(layer->bias),
                                   static_cast<uint4 *>(y),

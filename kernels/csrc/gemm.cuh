@@ -9,8 +9,7 @@ struct GemmArguments {
     const uint16_t *x;
     int64_t ldx;
     const uint4 *weight;
-    const uint16_t *scale; // float16
-    const void *zero;
+    const void *scale, *zero;
     const uint16_t *bias; // may be null
     uint4 *y;             // eight columns each
     float4 *workspace; // see part_of
@@ -18,8 +17,8 @@ struct GemmArguments {
     int m, n, k, group, units, column_tiles, split;
 };
 
-// A lane's eight scales and zeros of one group, as they lie in memory.
-template <int BITS> struct GridWords {
+// A lane's eight scales and zeros of one group, as they lie in memory: float16 and whole numbers.
+template <int BITS, bool FREE> struct GridWords {
     uint32_t scale[4];
     uint32_t zero[kZeroBits<BITS> / 4];
 
@@ -31,14 +30,21 @@ template <int BITS> struct GridWords {
     }
 };
 
-// The grid of `group` for the lane that holds columns 8c to 8c + 7 of column tile `tile`; `a` has scale, zero and
-// column_tiles.
-template <int BITS, class Arguments> DEVICE GridWords<BITS> load_grid(const Arguments &a, int group, int tile, int c) {
-    const int64_t place = (int64_t(group) * a.column_tiles + tile) * kTile + 8 * c;
-    GridWords<BITS> words;
-    const uint4 scale = load_constant(reinterpret_cast<const uint4 *>(a.scale + place));
+// On a free grid: float32 scales and offsets.
+template <int BITS> struct GridWords<BITS, true> {
+    float scale[8], offset[8];
+
+    DEVICE float scale_at(int i, int h) const { return scale[2 * i + h]; }
+    DEVICE float offset_at(int i, int h) const { return offset[2 * i + h]; }
+};
+
+// Those of columns 8c to 8c + 7 of the tile whose grid begins at `first`.
+template <int BITS>
+DEVICE void load(GridWords<BITS, false> &words, const void *scales, const void *zeros, int64_t first, int c) {
+    const int64_t place = first + 8 * c;
+    const uint4 scale = load_constant(reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(scales) + place));
     words.scale[0] = scale.x, words.scale[1] = scale.y, words.scale[2] = scale.z, words.scale[3] = scale.w;
-    const ZeroPair<BITS> *const source = static_cast<const ZeroPair<BITS> *>(a.zero) + place / 2;
+    const ZeroPair<BITS> *const source = static_cast<const ZeroPair<BITS> *>(zeros) + place / 2;
     if constexpr (BITS == 8) {
         const uint4 zero = load_constant(reinterpret_cast<const uint4 *>(source));
         words.zero[0] = zero.x, words.zero[1] = zero.y, words.zero[2] = zero.z, words.zero[3] = zero.w;
@@ -48,6 +54,26 @@ template <int BITS, class Arguments> DEVICE GridWords<BITS> load_grid(const Argu
     } else {
         words.zero[0] = load_constant(reinterpret_cast<const uint32_t *>(source));
     }
+}
+template <int BITS>
+DEVICE void load(GridWords<BITS, true> &words, const void *scales, const void *offsets, int64_t first, int c) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int64_t vector = first / 4 + half * (kTile / 8) + c; // so that a warp reads whole sectors
+        const float4 scale = load_constant(static_cast<const float4 *>(scales) + vector);
+        const float4 offset = load_constant(static_cast<const float4 *>(offsets) + vector);
+        float *const s = words.scale + 4 * half, *const o = words.offset + 4 * half;
+        s[0] = scale.x, s[1] = scale.y, s[2] = scale.z, s[3] = scale.w;
+        o[0] = offset.x, o[1] = offset.y, o[2] = offset.z, o[3] = offset.w;
+    }
+}
+
+// The grid of `group` for the lane that holds columns 8c to 8c + 7 of column tile `tile`; `a` has scale, zero and
+// column_tiles.
+template <int BITS, bool FREE, class Arguments>
+DEVICE GridWords<BITS, FREE> load_grid(const Arguments &a, int group, int tile, int c) {
+    GridWords<BITS, FREE> words;
+    load(words, a.scale, a.zero, (int64_t(group) * a.column_tiles + tile) * kTile, c);
     return words;
 }
 

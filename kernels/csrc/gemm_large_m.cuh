@@ -1,6 +1,7 @@
 // y = x WT + bias for more than 16 tokens: bound by reading the weight up to about 64, then by the tensor cores.
 //
-// Formula. Operands are dequantized in registers, (code - zero) * scale rounded once to the dtype: the weight that
+// Formula. Operands are dequantized in registers, (code - zero) * scale (or, on a FREE grid, code * scale + offset) rounded
+//     once to the dtype: the weight that
 //     gptqkit_dequantize gives, so y is what a dense gemm with it computes (weights.cuh).
 // Operands. As in gemm_small_m.cuh: W is the 16-row operand, x the 8-column one.
 // Grid (token tiles of TOKENS, split, column tiles of 256), block of 4 warps, one per 64 columns. The units are
@@ -26,7 +27,8 @@ template <int BITS, int TOKENS> constexpr int kLargeMWeightBytes =
 template <int BITS, int TOKENS> constexpr int kLargeMRingBytes =
     kLargeMWeightBytes<BITS, TOKENS> + kLargeMStages<BITS, TOKENS> * TOKENS * kTokenRow;
 
-template <class T, int BITS, int TOKENS> KERNEL(kLargeMWarps *kLanes, 2) gemm_large_m(const GemmArguments a) {
+template <class T, int BITS, int TOKENS, bool FREE>
+KERNEL(kLargeMWarps *kLanes, 2) gemm_large_m(const GemmArguments a) {
     constexpr int kThreads = kLargeMWarps * kLanes, kStages = kLargeMStages<BITS, TOKENS>;
     constexpr int kFragments = TOKENS / 8; // of x, a lane's part of eight tokens each
     // Of 16 bytes: in a row of tokens, for every thread.
@@ -72,11 +74,11 @@ template <class T, int BITS, int TOKENS> KERNEL(kLargeMWarps *kLanes, 2) gemm_la
 
     const int group_steps = a.group / kStep, groups = (a.k + a.group - 1) / a.group;
     int group = first * kTile / a.group, steps_left = (group + 1) * group_steps - first * kSteps;
-    GridWords<BITS> grid = load_grid<BITS>(a, group < groups ? group : groups - 1, tile, c);
-    Weights<T, BITS> weights;
+    GridWords<BITS, FREE> grid = load_grid<BITS, FREE>(a, group < groups ? group : groups - 1, tile, c);
+    Weights<T, BITS, FREE> weights;
     auto open_group = [&] {
         weights.open(grid);
-        if (++group < groups) grid = load_grid<BITS>(a, group, tile, c); // for the next time
+        if (++group < groups) grid = load_grid<BITS, FREE>(a, group, tile, c); // for the next time
     };
 
     float total[4][kFragments][4] = {};

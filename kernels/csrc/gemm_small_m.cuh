@@ -2,7 +2,8 @@
 //
 // Formula. Within a group every product shares scale and zero, so they are applied once per group, to float32 sums,
 //     and after 128 inputs at the latest:
-//     y += scale * (sum_k code_k x_k - zero * sum_k x_k)
+//     y += scale * (sum_k code_k x_k - zero * sum_k x_k)        or, on a FREE grid,
+//     y += scale * sum_k code_k x_k + offset * sum_k x_k
 //     The operands are base + code * 2^place in `unit`s (fragments.cuh): the zero is taken for what it would be as an
 //     operand, and the powers of two go at the very end. sum_k x_k comes from the same tensor cores with an operand of
 //     ones, so asymmetric grids cost what symmetric ones cost and no product zero * scale is ever rounded.
@@ -32,7 +33,7 @@ template <int BITS, int TOKENS> constexpr int kSmallMCodeBytes =
 template <int BITS, int TOKENS> constexpr int kSmallMRingBytes =
     kSmallMCodeBytes<BITS, TOKENS> + kSmallMStages<BITS> * kSteps * TOKENS * kSmallMWarps<BITS, TOKENS> * kLanes;
 
-template <class T, int BITS, int TOKENS, bool FINE>
+template <class T, int BITS, int TOKENS, bool FINE, bool FREE>
 KERNEL(kSmallMWarps<BITS, TOKENS> *kLanes, kSmallMBlocks<BITS, TOKENS>)
 gemm_small_m(const GemmArguments a) {
     // Subnormal operands save an instruction each. If some GPU is slow at them, kBiased = true is the way out.
@@ -84,19 +85,25 @@ gemm_small_m(const GemmArguments a) {
     const int group_steps = a.group / kStep, groups = (a.k + a.group - 1) / a.group;
     int group = first * kTile / a.group, steps_left = (group + 1) * group_steps - first * kSteps;
     // Loaded when the group begins and used when it ends, so nobody waits for it.
-    GridWords<BITS> grid = load_grid<BITS>(a, group < groups ? group : groups - 1, tile, c);
+    GridWords<BITS, FREE> grid = load_grid<BITS, FREE>(a, group < groups ? group : groups - 1, tile, c);
     auto add_sums = [&] {
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const float scale = grid.scale_at(i, h);
-                const float zero = Operands::value(grid.zero_at(i, h), Operands::place(i, h));
+                float zero = Operands::base, offset = 0;
+                if constexpr (FREE)
+                    offset = grid.offset_at(i, h) * (Operands::unit * (1 << Operands::place(i, h)));
+                else
+                    zero = Operands::value(grid.zero_at(i, h), Operands::place(i, h));
 #pragma unroll
                 for (int m = 0; m < kFragments; m++)
 #pragma unroll
                     for (int e = 2 * h; e < 2 * h + 2; e++) {
-                        total[i][m][e] = fmaf(scale, fmaf(-zero, sum_x[m][e], sum[i][m][e]), total[i][m][e]);
+                        if constexpr (FREE) total[i][m][e] = fmaf(offset, sum_x[m][e], total[i][m][e]);
+                        if (!FREE || Operands::base != 0) sum[i][m][e] = fmaf(-zero, sum_x[m][e], sum[i][m][e]);
+                        total[i][m][e] = fmaf(scale, sum[i][m][e], total[i][m][e]);
                         sum[i][m][e] = 0;
                     }
             }
@@ -105,7 +112,7 @@ gemm_small_m(const GemmArguments a) {
     };
     auto next_group = [&] {
         steps_left = group_steps;
-        if (++group < groups) grid = load_grid<BITS>(a, group, tile, c);
+        if (++group < groups) grid = load_grid<BITS, FREE>(a, group, tile, c);
     };
 
 #pragma unroll

@@ -18,7 +18,7 @@
 //     4 bits  word i, bits {0, 4, 8, 12}[r]
 //     8 bits  word 2i + (r & 1), bits {0, 8}[r >> 1]
 //
-// Scales and zeros: [group][column tile][64].
+// Scales and zeros: [group][column tile][64]; on a free grid column 8c + 4h + i stands at place 32h + 4c + i.
 #pragma once
 
 #include "hardware.cuh"

@@ -1,4 +1,5 @@
-// Codes -> weights as operands of the tensor cores, (code - zero) * scale rounded once to the dtype.
+// Codes -> weights as operands of the tensor cores, (code - zero) * scale rounded once to the dtype; on a FREE grid code *
+// scale + offset in float32, then rounded to the dtype.
 //
 // Instructions per pair of weights, after the mask that makes an operand of a pair of codes (fragments.cuh):
 //   Float16   2: the operand less its bias and the zero, exact; times the scale.
@@ -6,6 +7,7 @@
 //             difference of code and zero has at most four bits (or is 16), so its product with the small part is
 //             exact, and adding the product with the large part rounds once. (An infinite scale gives NaN.)
 //             7, eight bits: by way of float32, which holds the product exactly.
+//   FREE      9.
 #pragma once
 
 #include "gemm.cuh"
@@ -31,14 +33,14 @@ template <class T, int BITS> struct Difference {
 };
 
 // Makes the weights of one step, for one group at a time.
-template <class T, int BITS> struct Weights;
+template <class T, int BITS, bool FREE> struct Weights;
 
-template <int BITS> struct Weights<Float16, BITS> {
+template <int BITS> struct Weights<Float16, BITS, false> {
     using Operands = Fragments<Float16, BITS, true>;
     Difference<Float16, BITS> difference[4][2];
     uint32_t scale[4][2];
 
-    DEVICE void open(const GridWords<BITS> &grid) {
+    DEVICE void open(const GridWords<BITS, false> &grid) {
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -60,12 +62,12 @@ template <int BITS> struct Weights<Float16, BITS> {
     }
 };
 
-template <int BITS> struct Weights<BFloat16, BITS> {
+template <int BITS> struct Weights<BFloat16, BITS, false> {
     using Operands = Fragments<BFloat16, BITS, true>;
     Difference<BFloat16, BITS> difference[4][2];
     uint32_t large[4][2], small[4][2]; // parts of the scale
 
-    DEVICE void open(const GridWords<BITS> &grid) {
+    DEVICE void open(const GridWords<BITS, false> &grid) {
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -90,10 +92,10 @@ template <int BITS> struct Weights<BFloat16, BITS> {
     }
 };
 
-template <> struct Weights<BFloat16, 8> {
+template <> struct Weights<BFloat16, 8, false> {
     float shift[4][2], scale[4][2]; // shift: minus 2^23 and the zero
 
-    DEVICE void open(const GridWords<8> &grid) {
+    DEVICE void open(const GridWords<8, false> &grid) {
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -116,6 +118,37 @@ template <> struct Weights<BFloat16, 8> {
                     weight[k] = (float_from_bits(code) + shift[i][h]) * scale[i][h];
                 }
                 w[i][r] = pair_from_floats<BFloat16>(weight[0], weight[1]);
+            }
+    }
+};
+
+template <class T, int BITS> struct Weights<T, BITS, true> {
+    using Operands = Fragments<T, BITS, true>;
+    float scale[4][2], offset[4][2]; // scale: of the operand less its base
+
+    DEVICE void open(const GridWords<BITS, true> &grid) {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                scale[i][h] = grid.scale_at(i, h) * (1.f / (1 << Operands::place(i, h)));
+                offset[i][h] = grid.offset_at(i, h);
+            }
+    }
+    DEVICE void make(const uint32_t *word, uint32_t (&w)[4][4]) const {
+        Operands::operands(word, w);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                const int h = r & 1;
+                float weight[2];
+#pragma unroll
+                for (int k = 0; k < 2; k++) {
+                    const float code = to_float<T>(uint16_t(w[i][r] >> 16 * k)) - Operands::base;
+                    weight[k] = rounded_product(code, scale[i][h]) + offset[i][h];
+                }
+                w[i][r] = pair_from_floats<T>(weight[0], weight[1]);
             }
     }
 };

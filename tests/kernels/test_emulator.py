@@ -15,7 +15,7 @@ from gptqkit.errors import BackendError
 from gptqkit.kernels.cuda import pack_codes, pack_grid, pack_zeros
 from gptqkit.kernels.library import LayerRecord, Shape
 from support import kernel_cases
-from support.kernel_cases import make_weight, random
+from support.kernel_cases import make_weight, random, with_free_grids
 
 BITS = (2, 3, 4, 8)
 NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which mmap has no name for before Python 3.13
@@ -146,10 +146,12 @@ def traffic_of(emulation, run):
     return emulation.traffic()
 
 
+@pytest.mark.parametrize("free", [False, True])
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_accesses_have_no_bank_conflicts_fill_whole_sectors_and_move_no_more_than_y(emulation, bits, dtype):
-    layer = emulation.linear(make_weight(bits, 320, 384, 64), torch.zeros(320), dtype)
+def test_accesses_have_no_bank_conflicts_fill_whole_sectors_and_move_no_more_than_y(emulation, bits, dtype, free):
+    weight = make_weight(bits, 320, 384, 64)
+    layer = emulation.linear(with_free_grids(weight) if free else weight, torch.zeros(320), dtype)
     tensors, sizes = (layer.packed, layer.scale, layer.zero), (bits, 64, 320)
     dense = traffic_of(emulation, lambda: torch.ops.gptqkit.dequantize(*tensors, *sizes, 384, dtype))
     assert all(each.spent == each.least for each in dense)

@@ -9,6 +9,7 @@ may crash it and because the sanitizers want to be loaded first.
 
 import sys
 from argparse import ArgumentParser
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -18,15 +19,20 @@ from torch.nn.functional import linear
 from gptqkit.errors import BackendError
 from gptqkit.quantizer.quantized import QuantizedWeight
 
-# Tokens, outputs, inputs, group, split: each kernel with whole and ragged tiles, groups within and across units.
+# Tokens, outputs, inputs, group, split, free grids: each kernel with whole and ragged tiles, groups within and across
+# units.
 CASES = (
-    (5, 96, 288, 32, 5),
-    (8, 64, 608, 128, 1),
-    (13, 96, 352, 128, 3),
-    (16, 160, 96, 16, 1),
-    (20, 320, 160, 32, 2),
-    (33, 96, 352, 64, 5),
-    (66, 288, 96, 48, 1),
+    (5, 96, 288, 32, 5, False),
+    (8, 64, 608, 128, 1, False),
+    (13, 96, 352, 128, 3, False),
+    (16, 160, 96, 16, 1, False),
+    (20, 320, 160, 32, 2, False),
+    (33, 96, 352, 64, 5, False),
+    (66, 288, 96, 48, 1, False),
+    (7, 96, 288, 16, 5, True),
+    (13, 160, 96, 32, 1, True),
+    (20, 96, 352, 64, 2, True),
+    (66, 288, 96, 16, 1, True),
 )
 LARGEST_ERROR = 1.05
 """Of the dense product's. Measured: 0.6 to 0.9 for up to 16 tokens, whose weights are not rounded, 1.0 for more."""
@@ -54,6 +60,14 @@ def make_weight(bits=4, rows=64, columns=96, group_size=32, least_zero=0, zeros=
     )
 
 
+def with_free_grids(weight):
+    """The weight with scales and offsets as K-quants have them: products of float16 numbers and whole ones."""
+    generator = torch.Generator().manual_seed(5)
+    unit, floor = (torch.rand(2, len(weight.codes), 1, generator=generator) / 100 + 1e-3).half().float()
+    times, depth = torch.randint(1, 64, (2, *weight.scale.shape), generator=generator)
+    return replace(weight, scale=unit * times, offset=-(floor * depth))
+
+
 def relative_error(y, exact):
     return float((y.cpu().double() - exact).norm() / exact.norm())
 
@@ -69,10 +83,11 @@ def product_error(y, x, weight, bias=None):
 
 def find_fault(emulation, bits, dtype):
     """What is wrong with the products at these bits and dtype, or None."""
-    for seed, (m, n, k, group, split) in enumerate(CASES):
-        case = f"bits {bits}, {dtype}, m {m}, n {n}, k {k}, group {group}, split {split}"
+    for seed, (m, n, k, group, split, free) in enumerate(CASES):
+        case = f"bits {bits}, {dtype}, m {m}, n {n}, k {k}, group {group}, split {split}, free grids {free}"
         emulation.reorder(seed)
         weight, x, bias = make_weight(bits, n, k, group, seed=seed), random(m, k).to(dtype), torch.linspace(-3, 3, n)
+        weight = with_free_grids(weight) if free else weight
         layer = emulation.linear(weight, bias, dtype)
         tensors, sizes = (layer.packed, layer.scale, layer.zero), (bits, group, n)
         y = torch.ops.gptqkit.linear(x, *tensors, layer.bias, *sizes, split)
