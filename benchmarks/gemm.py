@@ -6,7 +6,8 @@ Every time is one of CUDA-graph replays over operands that rotate past the L2 ca
 that the library chooses (bytes per second of weight, x and y as a share of what a copy within the GPU's memory moves;
 speed-up over the dense product of the same dtype by cuBLAS); the file has both paths' times. Before it is timed, every
 product is compared with that of the dequantized weight, at every split up to eight; wrong ones are listed in the file,
-and make the program end with 1. "tinygemm" is torch's own int4 kernel, which computes in bfloat16 only. Writes
+and make the program end with 1. "tinygemm" is torch's own int4 kernel, which computes in bfloat16 only; "Q4_K", on the
+first shape, are 4 bits with float32 scales and offsets of groups of 32. Writes
 gemm.json after every column and, where matplotlib is installed, gemm.png.
 """
 
@@ -57,9 +58,9 @@ def measure_dense(shape, dtype, rows, device) -> dict:
     return {len(x): time_of(functional.linear, weights, x, shape[0]) for x in inputs}
 
 
-def measure_packed(shape, dtype, rows, device, bits, group_size, wrong: list[str]) -> dict:
+def measure_packed(shape, dtype, rows, device, bits, group_size, wrong: list[str], free: bool = False) -> dict:
     """The product with a packed weight, on both paths and at every split; what is not right is added to `wrong`."""
-    operands = random_operands(*shape, bits=bits, group_size=group_size, device=device)
+    operands = random_operands(*shape, bits=bits, group_size=group_size, device=device, free=free)
     *tensors, bias, bits, group_size, outputs = operands
     sizes = (bits, group_size, outputs)
     launcher, shape_of_layer = launcher_for(device), shape_of(operands, shape[1], dtype)
@@ -72,7 +73,8 @@ def measure_packed(shape, dtype, rows, device, bits, group_size, wrong: list[str
         for split in SPLITS if count <= LONGEST_FUSED else SPLITS[:2]:
             error = torch.ops.gptqkit.linear(x, *tensors, bias, *sizes, split).float().sub_(expected).norm()
             if not error <= LARGEST_ERROR[dtype] * expected.norm():
-                wrong.append(f"{shape}, {bits} bits, {dtype}, {count} rows, split {split}: {error / expected.norm()}")
+                grids = f"{bits} bits in groups of {group_size}"
+                wrong.append(f"{shape}, {grids}, {dtype}, {count} rows, split {split}: {error / expected.norm()}")
                 print(f"wrong: {wrong[-1]}", flush=True)
         chosen = launcher.plan(shape_of_layer, count).split
         fused = chosen or unlimited(launcher).plan(shape_of_layer, count).split
@@ -186,6 +188,8 @@ def main() -> None:
             how = (shape, dtype, arguments.rows, device, bits, arguments.group_size)
             columns[f"{bits} bits"] = measure_packed(*how, report["wrong"])
             write(report, arguments.out / "gemm.json")  # a late failure loses nothing
+        if shape_name == arguments.shapes[0] and 4 in arguments.bits:
+            columns["Q4_K"] = measure_packed(shape, dtype, arguments.rows, device, 4, 32, report["wrong"], free=True)
         if dtype == torch.bfloat16 and 4 in arguments.bits:
             try:
                 columns[TINYGEMM] = measure_tinygemm(shape, arguments.rows, device, arguments.group_size)

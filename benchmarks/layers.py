@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from gptqkit.kernels.cuda import CudaLinear
@@ -25,14 +27,21 @@ def random_weight(rows: int, columns: int, *, bits: int, group_size: int, device
     )
 
 
-def random_operands(rows: int, columns: int, *, bits: int, group_size: int, device: torch.device) -> tuple:
-    """Return what `torch.ops.gptqkit.linear` takes behind x for such a weight, without a split."""
+def random_operands(
+    rows: int, columns: int, *, bits: int, group_size: int, device: torch.device, free: bool = False
+) -> tuple:
+    """Return what `torch.ops.gptqkit.linear` takes behind x for such a weight, without a split.
+
+    Free grids have offsets that are no zero points, as K-quants do.
+    """
     weight = random_weight(rows, columns, bits=bits, group_size=group_size, device=device)
+    if free:
+        weight = replace(weight, offset=weight.offset * 0.9)
     layer = CudaLinear(weight, None, torch.float16)
     return layer.packed, layer.scale, layer.zero, None, bits, group_size, rows
 
 
 def shape_of(operands: tuple, columns: int, dtype: torch.dtype) -> Shape:
     """Return the shape by which a launcher plans for these operands."""
-    *_, bits, group_size, rows = operands
-    return Shape(bits, DTYPES[dtype], rows, columns, group_size)
+    _, scale, *_, bits, group_size, rows = operands
+    return Shape(bits, DTYPES[dtype], rows, columns, group_size, int(scale.dtype == torch.float32))

@@ -69,13 +69,14 @@ def test_gemm(load, run, tmp_path):
 def test_gemm_tells_of_wrong_products_and_goes_on(load, run, tmp_path, emulation, monkeypatch):
     module, right = load("gemm"), emulation.launcher.linear
     monkeypatch.setattr(emulation.launcher, "linear", lambda *given: right(*given) * (1.01 if given[-1] == 3 else 1))
-    with pytest.raises(SystemExit, match=r"^2 products are wrong"):
+    with pytest.raises(SystemExit, match=r"^3 products are wrong"):
         run(module, "--rows", 1, "--shapes", "64x128", "--bits", 3, 4, "--dtypes", "float16", "--out", tmp_path)
     report = json.loads((tmp_path / "gemm.json").read_text())
     assert [line.partition(":")[0] for line in report["wrong"]] == [
-        f"(64, 128), {bits} bits, torch.float16, 1 rows, split 3" for bits in (3, 4)
+        f"(64, 128), {bits} bits in groups of {size}, torch.float16, 1 rows, split 3"
+        for bits, size in ((3, 128), (4, 128), (4, 32))
     ]
-    assert report["tables"][0]["columns"].keys() == {"cuBLAS", "3 bits", "4 bits"}
+    assert report["tables"][0]["columns"].keys() == {"cuBLAS", "3 bits", "4 bits", "Q4_K"}
 
 
 def test_model(load, run, tmp_path):
