@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -58,11 +59,13 @@ def factorize(
         raise NonFiniteError("the Hessian holds NaN or infinity; check the calibration activations")
     if float(mean) == 0:  # no input ever arrived: every column is dead, and the sweep comes to plain rounding
         mean = torch.ones_like(mean)
+    unit = 2.0 ** math.frexp(float(mean))[1]  # products of large inputs' moments are no float32 numbers
+    means = (mean / unit * (diagonal.clamp(0) / unit)).sqrt() * unit
     backwards = permutation.flip(0)
     for escalations in range(MAX_ESCALATIONS + 1):
         share, besides = (each * ESCALATION**escalations for each in (damp, shrink))
         damped = hessian[backwards][:, backwards].to(dtype)
-        damping = share * mean + besides * (mean * diagonal.clamp(0)).sqrt()
+        damping = share * mean + besides * means
         damped.diagonal().add_(damping[backwards])
         with full_float32():
             lower, info = torch.linalg.cholesky_ex(damped)

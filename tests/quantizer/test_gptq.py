@@ -172,6 +172,20 @@ def test_gptq_lies_between_rounding_and_the_best_of_all_codes():
     assert best.sum() <= found.sum() < loss(rounded).sum()
 
 
+@pytest.mark.parametrize("settings", [{}, {"grid": "sim", "refine_rounds": 2}])
+def test_moments_of_any_magnitude_give_the_same_codes(settings):
+    """Whose products float32 does not hold, as where activations grow without bound."""
+    weight, hessian = problem(16, 64, 100)
+    found = []
+    for factor in (1.0, 2.0**70, 2.0**-70):
+        given = Moments(hessian=hessian.float() * factor, tokens=100)
+        how = config(float64=False, damp_percent=None, **settings)
+        found.append(gptq.solve_gptq(weight.float(), given, how, IntegerZeroPoint()).weight)
+    for other in found[1:]:
+        assert torch.equal(other.codes, found[0].codes)
+        assert torch.equal(other.scale, found[0].scale)
+
+
 def test_correction_rows_are_least_squares_solutions():
     """P[q, F] = alpha C[q, F] inv(H[F, F]); and without the triangle, W C inv(H) = W (C UT) U."""
     _, inputs = correlated(1, 40, 400)
