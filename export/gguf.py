@@ -130,8 +130,8 @@ class _Stored:
         parts = [self._tensors.get(name) for name in self._sources]
         whole = torch.stack(parts) if len(parts) > 1 else parts[0]
         if self._kind is None:
-            shift = architecture.shift if "norm" in self._module else 0
-            whole = (whole + shift if shift else whole).to(self._dtype)
+            whole = whole.to(self._dtype)  # norms are in float32, and so is their sum
+            whole = whole + architecture.shift if architecture.shift and "norm" in self._module else whole
         elif self._rounded:
             whole = rounded(whole, self._kind)
         last = self._module.rpartition(".")[2]

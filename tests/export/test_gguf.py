@@ -159,6 +159,18 @@ def test_routers_and_vectors_are_in_float32(tmp_path, kind):
     assert types["blk.0.ffn_gate_inp.weight"] == types["blk.0.attn_norm.weight"] == "F32"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_of_gemma_are_one_more_in_the_file_whatever_their_dtype(tmp_path, dtype):
+    model = build("Gemma2", **{**NARROW, **MODELS["Gemma2"]}).to(dtype)
+    save(model, tmp_path / "float")
+    quantize(tmp_path / "float", tmp_path / "out", tokens(2, 16), type="Q8_0", method="rtn", group_size=128, sym=True)
+    (found, kind), norm = tensors(tmp_path / "out" / "model.gguf")["blk.0.attn_norm.weight"], model.model.layers[0]
+    assert kind == "F32"
+    assert torch.equal(found, norm.input_layernorm.weight.data.float() + 1)
+    loaded, _ = gptqkit.load(tmp_path / "out", device="cpu", dtype="float32")
+    torch.testing.assert_close(loaded.model.layers[0].input_layernorm.weight, found - 1, rtol=0, atol=0)
+
+
 def test_a_quantized_output_layer_is_none_that_the_embedding_stands_for(tmp_path):
     save(build(num_hidden_layers=1), tmp_path / "float")
     types = []
