@@ -364,8 +364,9 @@ def test_the_installed_command_from_a_model_to_another_format(example_model, sma
 
     stages = ("measure: ", "quantize: layer ", "learn: layer ", "evaluate: ")
     length = ("--sequence-length", 64, "--device", "cpu")
-    overrides = ("--skip", "layers.[2-5].", "--override", "down_proj$:bits=8", "--evaluate-on", text)
-    done = call("quantize", example_model, out, "--calibration", text, "--samples", 2, *length, *overrides)
+    quick = ("--skip", "layers.[2-5].", "--override", "down_proj$:bits=8", "--learn-iterations", 2)
+    texts = ("--calibration", text, "--samples", 2, "--evaluate-on", text)
+    done = call("quantize", example_model, out, *texts, *length, *quick)
     assert sum(line.startswith("quantize: layer ") for line in done.stderr.splitlines()) == 2
     assert done.stdout.endswith(f"written to {out}\n")
     assert "quantize:" not in done.stdout

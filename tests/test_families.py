@@ -57,7 +57,7 @@ def kind_of(family):
 
 
 def tried(family, folder):
-    return families.outcome(kind_of(family), family, folder, {"learn_iterations": 4})
+    return families.outcome(kind_of(family), family, folder, {"learn_iterations": 1, "refine_rounds": 1})
 
 
 def inputs_of(model, names, tokens):
