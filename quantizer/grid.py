@@ -67,8 +67,8 @@ class GroupGrid:
         return (-self.offset / self.scale).round_()
 
     @cached_property
-    def _rest(self) -> Tensor:
-        """What the zero point leaves of the offset: 0 where there is one."""
+    def rest(self) -> Tensor:
+        """What `zero` leaves of the offset, (rows,): 0 where it is a zero point."""
         return self.offset + self.zero * self.scale
 
     def _steps(self, weight: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class GroupGrid:
 
     def encode(self, weight: Tensor) -> Tensor:
         """Return the nearest codes, as integers in the dtype of `weight`, (..., rows)."""
-        return self._steps(weight - self._rest).add_(self.zero)
+        return self._steps(weight - self.rest).add_(self.zero)
 
     def decode(self, codes: Tensor) -> Tensor:
         """Return the values of `codes`, (..., rows)."""
@@ -88,7 +88,7 @@ class GroupGrid:
 
         p is 2, where the grid need not be `tight` 3.
         """
-        shifted = weight - self._rest
+        shifted = weight - self.rest
         lost = self._steps(shifted).mul_(self.scale).sub_(shifted)
         powers = lost.square_() if tight else lost.square().mul_(lost.abs_())
         return importance @ powers if importance.dim() == 1 else powers.mul_(importance.unsqueeze(-1)).sum(0)

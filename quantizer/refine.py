@@ -15,7 +15,7 @@ from torch import Tensor
 from ..calibration.statistics import full_float32
 from ..kernels.library import KernelLibrary
 from ..kernels.sweep import MOST_COLUMNS, Sweep, sweep_block, sweep_library
-from .grid import GroupGrid, IntegerZeroPoint, Snap
+from .grid import GroupGrid, Snap
 from .quantized import QuantizedWeight
 
 _SEGMENT = 16  # columns decided one by one before the rest of their group is updated with one matrix product
@@ -52,8 +52,7 @@ def refine(weight: QuantizedWeight, target: Tensor, hessian: Tensor, snap: Snap 
     """
     order = torch.argsort(weight.group_index.long(), stable=True)
     inside = hessian if weight.trivial_group_index else hessian[order][:, order]
-    library = sweep_library(target) if isinstance(snap, IntegerZeroPoint) else None
-    descent = _Descent(weight, order, target.T[order], inside, library)
+    descent = _Descent(weight, order, target.T[order], inside, sweep_library(target))
     with full_float32():
         for _ in range(rounds):
             for number in range(weight.scale.shape[1]):
@@ -75,7 +74,7 @@ class _Descent:
         self, weight: QuantizedWeight, order: Tensor, target: Tensor, hessian: Tensor, library: KernelLibrary | None
     ) -> None:
         dtype, top = target.dtype, 2**weight.bits - 1
-        scales, offsets = weight.scale.T.to(dtype), weight.offset.T.to(dtype)
+        scales, offsets = (each.T.to(dtype).contiguous() for each in (weight.scale, weight.offset))
         self.grids = [GroupGrid(scale, offset, top) for scale, offset in zip(scales, offsets, strict=True)]
         self.codes = weight.codes.T[order].to(dtype)
         self.gain = torch.zeros((), dtype=torch.float64, device=target.device)
@@ -136,12 +135,13 @@ class _Descent:
 
         A latent l_i = v_i + (pull_i - sum over k < i of H_ki (q_k - v_k)) / H_ii, v the value before and q after it, is
         what the kernel makes of a block b with inverse 1 - A and shift -A, A = triu(H_ki / H_ii, 1), where errors are
-        l_k - q_k: l_i = b_i - sum A_ki l_k + sum A_ki (l_k - q_k), b_i = v_i + pull_i / H_ii + sum A_ki v_k.
+        l_k - q_k: l_i = b_i - sum A_ki l_k + sum A_ki (l_k - q_k), b_i = v_i + pull_i / H_ii + sum A_ki v_k. All of
+        these are less what zero points leave of offsets, of which the kernel knows nothing.
         """
         grid, values, diagonal = self.grids[number], self._values[part], inner.diagonal()
-        share = (inner / diagonal).triu(1)
+        share, before = (inner / diagonal).triu(1), values - grid.rest
         latent = self.latent[part]
-        latent.copy_(values + pull / diagonal.unsqueeze(1) + share.T @ values)
+        latent.copy_(before + pull / diagonal.unsqueeze(1) + share.T @ before)
         after, codes = torch.empty_like(values), torch.empty_like(values, dtype=torch.uint8)
         sweep = Sweep(
             block=latent,
@@ -155,7 +155,8 @@ class _Descent:
             values=after,
         )
         sweep_block(library, sweep, group_size=len(inner), bits=self._weight.bits, sym=False, min_zero=0)
-        moved = after - values
+        latent += grid.rest
         self.codes[part] = codes.to(values.dtype)
+        moved = grid.decode(self.codes[part]) - values
         values += moved
         self.gain += (moved * (2 * pull - inner @ moved)).sum(dtype=torch.float64)

@@ -53,9 +53,10 @@ class ColumnSweep:
     def run(self, upper: Tensor, shift: Tensor | None, block_size: int) -> float:
         """Sweep all columns; return the sum of ((w_i - q_i) R_ii)^2, which equals tr(E Hd ET)."""
         target, importance = self.target, upper.diagonal().square()
-        self._library = sweep_library(target) if isinstance(self.snap, IntegerZeroPoint) else None
+        self._library = sweep_library(target)
         fits = self._library is not None and not self.order.static and self.group_size <= block_size <= MOST_COLUMNS
         # The kernel fits such grids itself.
+        fits &= isinstance(self.snap, IntegerZeroPoint)
         fits &= self.config.grid == "minmax" or (self.config.grid == "mse" and not self.tight)
         error = torch.empty_like(target)  # E = W - Q
         current = self.rounded  # w at the moment it was rounded
@@ -130,15 +131,34 @@ class ColumnSweep:
                 block[rest].addmm_(shift[part, rest].T, block[part])
         return scaled
 
-    def _sweep_segment_fused(self, block: Tensor, grids: list[GroupGrid], *rest: Any) -> Tensor:
-        """Do what `_sweep_segment` does, with the same arguments, in one kernel."""
+    def _sweep_segment_fused(
+        self,
+        block: Tensor,
+        grids: list[GroupGrid],
+        codes: Tensor,
+        values: Tensor,
+        inverse: Tensor,
+        shift: Tensor | None,
+    ) -> Tensor:
+        """Do what `_sweep_segment` does in one kernel.
+
+        Whose grids have zero points: what those leave of other offsets is taken off the weights as long as it runs.
+        """
         number = {grid: place for place, grid in enumerate(dict.fromkeys(grids))}
         scale, zero = (torch.stack([getattr(grid, name) for grid in number]) for name in ("scale", "zero"))
         group = torch.zeros(len(block), dtype=torch.int32, device=block.device)
         if len(number) > 1:
             group.copy_(torch.tensor([number[grid] for grid in grids]))
         fitted: dict[str, Any] = {"importance": None, "group": group, "scale": scale, "zero": zero}
-        return self._run_kernel(block, *rest, **fitted)
+        if isinstance(self.snap, IntegerZeroPoint):
+            return self._run_kernel(block, codes, values, inverse, shift, **fitted)
+        rest = torch.stack([grid.rest for grid in number])[group]
+        block -= rest if shift is None else rest - shift.T @ rest
+        scaled = self._run_kernel(block, codes, values, inverse, shift, **fitted)
+        block += rest
+        offset = torch.stack([grid.offset for grid in number])[group]
+        torch.addcmul(offset, codes.to(scale.dtype), scale[group], out=values)
+        return scaled
 
     def _sweep_block_fused(
         self, block: Tensor, start: int, inverse: Tensor, shift: Tensor | None, importance: Tensor
@@ -173,7 +193,7 @@ class ColumnSweep:
             group_size=self.group_size,
             bits=config.bits,
             sym=config.sym,
-            min_zero=cast(IntegerZeroPoint, self.snap).least,
+            min_zero=self.snap.least if isinstance(self.snap, IntegerZeroPoint) else 0,
         )
 
     def _begin_group(

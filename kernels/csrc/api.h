@@ -33,7 +33,7 @@
 
 enum gptqkit_code {
     GPTQKIT_OK = 0,
-    GPTQKIT_BAD_BITS = -1,      // bits is none of 2, 3, 4, 8
+    GPTQKIT_BAD_BITS = -1,      // bits is none of 2, 3, 4, 8; of a sweep not from 2 to 8
     GPTQKIT_BAD_DTYPE = -2,     // dtype is neither 0 nor 1
     GPTQKIT_BAD_SHAPE = -3,     // a negative size, k no multiple of 32, n or k above 2^22 - 64
     GPTQKIT_BAD_GROUP = -4,     // see each function

@@ -65,7 +65,7 @@ template <> DEVICE uint32_t pair_from_floats<BFloat16>(float low, float high) {
 // ---- arithmetic on words and pairs ----
 
 // a * b, rounded before anything is added to it.
-DEVICE float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+DEVICE float product(float a, float b) { return __fmul_rn(a, b); }
 
 // 1 / value, at most a unit in the last place off, for normal results.
 DEVICE float reciprocal(float value) {

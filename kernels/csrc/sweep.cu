@@ -14,13 +14,12 @@
 // Grid and block: 32 rows, a lane each, and four warps. Columns go in segments of 16, which end where groups begin. All
 // warps sweep a segment alike, so that each has its errors in registers; then each updates a quarter of the columns
 // behind it. A search of grids is shared too: each warp sums the errors of a quarter of the group's columns.
-// Preconditions, checked here: bits, columns; by the caller: shapes and contiguity, |w / scale| < 2^127, and that given
-// scales are float16 numbers.
+// Preconditions, checked here: bits, columns; by the caller: shapes and contiguity, |w / scale| < 2^127.
 // Bound by latency, as far as can be said without a GPU: with 4096 rows each scheduler of a large GPU has one warp. Then
 // count ten dependent instructions per column, the updates' 16-byte reads of shared memory and, where grids are
 // searched, eight instructions per weight and candidate. Bytes are few: 17 per weight.
-// Numerics: float32. Codes are those of a division rounded as IEEE 754 has it, errors those of a product with 1 / U_ii;
-// scales are rounded to float16 before use. Equal calls give equal bits.
+// Numerics: float32. Codes are those of a division rounded as IEEE 754 has it where given scales are float16 numbers,
+// errors those of a product with 1 / U_ii; fitted scales are rounded to float16 before use. Equal calls give equal bits.
 #include "api.h"
 #include "hardware.cuh"
 
@@ -328,7 +327,7 @@ template <bool GIVEN> int start(const SweepArguments &a, void *stream) {
 int gptqkit_sweep(float *block, const float *inverse, const float *shift, const float *importance, const int32_t *group,
                   float *scale, float *zero, uint8_t *codes, float *values, float *scaled, int columns, int rows,
                   int group_size, int bits, int sym, int min_zero, void *stream) {
-    if (bits != 2 && bits != 3 && bits != 4 && bits != 8) return GPTQKIT_BAD_BITS;
+    if (bits < 2 || bits > 8) return GPTQKIT_BAD_BITS;
     if (columns < 0 || rows < 0 || columns > kMostColumns) return GPTQKIT_BAD_SHAPE;
     if (!group && group_size < 1) return GPTQKIT_BAD_GROUP;
     if (columns == 0 || rows == 0) return GPTQKIT_OK;

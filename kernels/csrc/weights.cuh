@@ -146,7 +146,7 @@ template <class T, int BITS> struct Weights<T, BITS, true> {
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
                     const float code = to_float<T>(uint16_t(w[i][r] >> 16 * k)) - Operands::base;
-                    weight[k] = rounded_product(code, scale[i][h]) + offset[i][h];
+                    weight[k] = product(code, scale[i][h]) + offset[i][h];
                 }
                 w[i][r] = pair_from_floats<T>(weight[0], weight[1]);
             }

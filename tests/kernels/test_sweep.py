@@ -88,6 +88,28 @@ def test_the_solver_on_the_kernel_finds_the_same(fused, monkeypatch, order, bits
     assert on_kernel.loss == pytest.approx(in_torch.loss, rel=1e-3)
 
 
+@pytest.mark.parametrize("order", ["natural", "act_group_aware", "desc_act+static"])
+@pytest.mark.parametrize("kind", ["q2_k", "q3_k", "q4_k", "q6_k", "q4_0", "q5_1"])
+def test_the_solver_on_the_kernel_finds_the_same_for_gguf(fused, monkeypatch, kind, order):
+    """Whose offsets are no zero points, and whose scales may be negative: rounds of refinement, too."""
+    weight, inputs = correlated(40, 256, 2000)
+    weight -= 0.3 * weight.abs()
+    hessian, cross = moments(inputs), 0.05 * correlated(256, 256, 1, seed=2)[0]
+    config = QuantizeConfig(type=kind, method="gptaq", refine_rounds=1, learn_iterations=1, **ORDERS[order])
+    on_kernel = solve_gptaq(weight, hessian, cross, config)
+    assert len(fused) >= 2
+    for module in (solver, refinement):
+        monkeypatch.setattr(module, "sweep_library", lambda _: None)
+    in_torch = solve_gptaq(weight, hessian, cross, config)
+    assert torch.equal(on_kernel.weight.scale[:, 0], in_torch.weight.scale[:, 0]) or order == "act_group_aware"
+    assert (on_kernel.weight.codes != in_torch.weight.codes).float().mean() < 0.01
+    exact = damped(hessian)
+    losses = [loss(weight, each.weight.dequantize(), exact) for each in (on_kernel, in_torch)]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    assert on_kernel.loss == pytest.approx(in_torch.loss, rel=2e-3)
+    assert float((on_kernel.latent - in_torch.latent).abs().mean()) < 1e-3 * float(weight.abs().mean())
+
+
 def test_rows_too_long_for_one_call_of_the_kernel_are_swept_in_several(fused, monkeypatch):
     weight, inputs = correlated(24, 400, 1600)
     hessian, cross = moments(inputs), 0.05 * correlated(400, 400, 1, seed=2)[0]

@@ -1,11 +1,14 @@
-"""The solvers for a file of GPTQ version 2 or, where the settings say so, version 1, straight from matrices."""
+"""The solvers for GPTQ version 2 or, where the settings say so, version 1 or blocks of GGUF, straight from matrices."""
 
+from gptqkit.export.blocks import BLOCKS
 from gptqkit.quantizer import gptq
 from gptqkit.quantizer.grid import IntegerZeroPoint
 from gptqkit.quantizer.methods import Moments
 
 
 def snap_of(config):
+    if config.type is not None:
+        return BLOCKS[config.type].snap
     return IntegerZeroPoint(least=1 if config.format == "gptq" else 0)
 
 
