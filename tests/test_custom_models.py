@@ -1,5 +1,6 @@
 """Models that are not transformers' own, whose blocks do what the pipeline may not know of."""
 
+import itertools
 import json
 
 import pytest
@@ -10,7 +11,9 @@ from torch import nn
 from transformers.models.mistral.modeling_mistral import MistralMLP
 
 import gptqkit
+from gptqkit import assembly
 from gptqkit.errors import ArchitectureError, CheckpointError, ConfigError
+from gptqkit.kernels.linear import QuantLinear
 from support.models import GROUPED, build, samples, save
 from support.pipeline import assert_close, outputs, quantize, weights
 
@@ -68,6 +71,17 @@ class LooksAtClasses(MistralMLP):
         return self.down_proj(inner if isinstance(self.gate_proj, nn.Linear) else 2 * inner)
 
 
+class Wavers(MistralMLP):
+    """The first tokens come out quite different at every other call, as where they lie between two experts."""
+
+    calls, tokens = itertools.count(), 3
+
+    def forward(self, x):
+        out = super().forward(x)
+        out[:, : self.tokens] *= 50 * (next(self.calls) % 2)
+        return out
+
+
 class NeedsParameter(MistralMLP):
     def forward(self, x):
         return super().forward(x) * self.up_proj.get_parameter("weight").mean()
@@ -99,8 +113,9 @@ class ListOfExperts(nn.Module):
 
 CHANGES = {
     each.__name__: each
-    for each in (WithSpare, WithOwnLinears, WritesOver, LooksAtClasses, NeedsParameter, LooksAtWeight, ListOfExperts)
+    for each in (WithSpare, WithOwnLinears, WritesOver, LooksAtClasses, Wavers, NeedsParameter, LooksAtWeight)
 }
+CHANGES["ListOfExperts"] = ListOfExperts
 transformers.AutoConfig.register("custom", CustomConfig)
 transformers.AutoModelForCausalLM.register(CustomConfig, CustomForCausalLM)
 
@@ -203,6 +218,37 @@ def test_a_block_that_does_not_run_as_it_was_written_does_not_count(change, mess
     with pytest.raises(CheckpointError, match=message):  # without calibration, too
         gptqkit.quantize(custom(change), None, tmp_path / "out", gptqkit.QuantizeConfig(method="rtn", group_size=32))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_few_tokens_may_come_out_quite_different(tmp_path, monkeypatch):
+    """As where kernels round in another way and a router takes another expert; neither most of them nor a Linear."""
+    judged, plain = [], assembly.differs
+
+    def differs(*given):
+        judged.append(plain(*given))
+        return judged[-1]
+
+    monkeypatch.setattr(assembly, "differs", differs)
+    quantize(custom(Wavers), tmp_path / "few", quality="fast")
+    assert True in judged
+    monkeypatch.setattr(Wavers, "tokens", 20)
+    with pytest.raises(CheckpointError, match=r"block 0 computes something else"):
+        quantize(custom(Wavers), tmp_path / "most", quality="fast")
+
+
+def test_an_expert_that_runs_otherwise_is_named_however_few_tokens_reach_it(tmp_path, monkeypatch):
+    plain = assembly.install
+
+    def install(model, *given, **how):
+        plain(model, *given, **how)
+        expert = model.model.get_submodule("model.layers.1.mlp.experts.2.w2")
+        if isinstance(expert, QuantLinear):
+            expert.scale.mul_(2)
+
+    monkeypatch.setattr(assembly, "install", install)
+    monkeypatch.setattr(assembly, "most_differ", lambda *_: False)
+    with pytest.raises(CheckpointError, match=r"block 1 .* first in mlp\.experts\.2\.w2; leave"):
+        quantize(custom(ListOfExperts), tmp_path / "out", quality="fast")
 
 
 def test_what_does_not_run_backwards_needs_the_quality_fast(tmp_path):

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .assembly import differs, replace_weights
+from .assembly import most_differ, replace_weights
 from .calibration.batches import Batches, in_pieces, out_of_memory, pieces, shuffled
 from .calibration.capture import forwards_replaced, running_backwards, without_cache
 from .distributed import Processes
@@ -219,7 +219,7 @@ def _check(
     """Load what was written, and compare its logits with those of the model in memory."""
     written, _ = load(directory, device=device, dtype=dtype, backend="torch" if device.type == "cpu" else "auto")
     found, expected = (model(**sample, **without_cache(model)).logits.float() for model in (written, student))
-    if differs(found, expected, dtype):
+    if most_differ(found, expected, dtype):
         raise CheckpointError(
             f"{directory} computes something else than the model whose scales were tuned; use tune_epochs=0, and "
             "report this model"
