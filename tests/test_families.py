@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 import families
 import gptqkit
+import random_settings
 from support.models import samples
 from support.pipeline import quantize, share_that_differs, weights
 from support.solvers import solve_gptaq
@@ -118,6 +119,13 @@ def test_what_is_loaded_computes_what_the_float_model_does_with_its_weights(fami
     assert found["result"] == "ok", found
     assert found["left"] == OK[family]
     assert found["distance"] < 0.7
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("number", [2, 15, *(pytest.param(each, marks=pytest.mark.slow) for each in range(18, 50))])
+def test_random_settings(number, tmp_path):
+    found = random_settings.outcome(number, tmp_path)
+    assert found["result"] in ("ok", "refused")[: 1 if number < 18 else 2], found
 
 
 @pytest.mark.filterwarnings("ignore")
