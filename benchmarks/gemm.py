@@ -7,8 +7,8 @@ that the library chooses (bytes per second of weight, x and y as a share of what
 speed-up over the dense product of the same dtype by cuBLAS); the file has both paths' times. Before it is timed, every
 product is compared with that of the dequantized weight, at every split up to eight; wrong ones are listed in the file,
 and make the program end with 1. "tinygemm" is torch's own int4 kernel, which computes in bfloat16 only; "Q4_K", on the
-first shape, are 4 bits with float32 scales and offsets of groups of 32. Writes
-gemm.json after every column and, where matplotlib is installed, gemm.png.
+first shape, are 4 bits with float32 scales and offsets of groups of 32. Writes gemm.json after every column and, where
+matplotlib is installed, gemm.png.
 """
 
 from __future__ import annotations

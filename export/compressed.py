@@ -222,7 +222,7 @@ def read_config(values: Mapping[str, Any], where: str) -> Declared:
     # Names count before patterns, patterns before the class of all.
     ordered = sorted((target for target in rules if target != _LINEAR), key=lambda target: target.startswith(_PATTERN))
     dynamic = {_as_pattern(target): rules[target] for target in ordered}
-    dynamic.setdefault(".*", common)
+    dynamic.setdefault(".*", common)  # its desc_act, which is not that of all
     return Declared(
         format=declared_format(values, where),
         bits=common["bits"],

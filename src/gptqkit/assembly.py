@@ -233,13 +233,14 @@ def _calls(
     """Return what the first call of each of some modules takes and gives, in the order of the calls."""
     calls: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def record(name: str, _: nn.Module, given: Any, output: Tensor) -> None:
+    def record(name: str, _: nn.Module, given: Any, named: Mapping[str, Any], output: Tensor) -> None:
         if name not in calls:
-            calls[name] = given[0].clone(), output.clone()
+            calls[name] = (*given, *named.values())[0].clone(), output.clone()
 
     with ExitStack() as hooks:
         for name in names:
-            hooks.callback(block.get_submodule(name).register_forward_hook(partial(record, name)).remove)
+            module = block.get_submodule(name)
+            hooks.callback(module.register_forward_hook(partial(record, name), with_kwargs=True).remove)
         run(block)
     return calls
 

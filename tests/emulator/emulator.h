@@ -149,8 +149,8 @@ template <class T> uint32_t pair_from_floats(float low, float high) {
     return from_float<T>(low) | uint32_t(from_float<T>(high)) << 16;
 }
 
-// As far off as the hardware may be, so that nobody counts on less.
 inline float product(float a, float b) { return a * b; }
+// As far off as the hardware may be, so that nobody counts on less.
 inline float reciprocal(float value) { return std::nextafter(1.f / value, 0.f); }
 
 inline uint32_t and_or(uint32_t word, uint32_t mask, uint32_t bits) { return (word & mask) | bits; }
