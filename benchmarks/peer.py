@@ -1,9 +1,9 @@
 """Quantizes a float model with another program; `peers.py` runs this in that program's environment.
 
-    python benchmarks/peer.py PROGRAM MODEL --tokens FILE --out FOLDER --settings JSON
+    python benchmarks/peer.py PROGRAM MODEL --tokens FILE --out FOLDER --settings JSON [--group-size N]
 
 Tokens are a safetensors file with one int64 tensor `input_ids` (windows, length). Prints the seconds from the loaded
-program to the written checkpoint. Groups of 128, asymmetric.
+program to the written checkpoint. Asymmetric.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/clients"))
-GROUP = 128
 
 
 def gptqmodel(model: str, input_ids: Tensor, out: Path, settings: dict[str, Any]) -> None:
@@ -30,7 +29,7 @@ def gptqmodel(model: str, input_ids: Tensor, out: Path, settings: dict[str, Any]
     from gptqmodel.quantization import FORMAT
 
     config = QuantizeConfig(
-        **settings, group_size=GROUP, sym=False, format=FORMAT.GPTQ_V2, device="cpu", offload_to_disk=False
+        **settings, sym=False, format=FORMAT.GPTQ_V2, device="cpu", offload_to_disk=False
     )
     quantizer = GPTQModel.load(model, config, dtype=torch.float32)
     windows = [{"input_ids": row.tolist(), "attention_mask": [1] * len(row)} for row in input_ids]
@@ -43,7 +42,7 @@ def llmcompressor(model: str, input_ids: Tensor, out: Path, settings: dict[str, 
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from llmcompressor_write import write
 
-    how = {"strategy": "group", "group_size": GROUP, "symmetric": False, **settings}
+    how = {"strategy": "group", "symmetric": False, **settings}
     weights = QuantizationArgs(num_bits=how.pop("bits"), **how)
     groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
     write(model, input_ids, out, groups, torch.float16)
@@ -56,7 +55,7 @@ def autoround(model: str, input_ids: Tensor, out: Path, settings: dict[str, Any]
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    how = {"group_size": GROUP, "sym": False, "device_map": "cpu", "dataset": list(input_ids.split(8)), **settings}
+    how = {"sym": False, "device_map": "cpu", "dataset": list(input_ids.split(8)), **settings}
     work = AutoRound(loaded, tokenizer, seqlen=input_ids.shape[1], nsamples=len(input_ids), **how)
     work.quantize_and_save(str(out), format="fake")
 
@@ -76,12 +75,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--settings", type=json.loads, required=True)
+    parser.add_argument("--group-size", type=int, default=128)
     arguments = parser.parse_args()
     input_ids = load_file(arguments.tokens)["input_ids"]
     torch.manual_seed(0)
     __import__({"autoround": "auto_round"}.get(arguments.program, arguments.program))
     start = time.perf_counter()
-    PROGRAMS[arguments.program](arguments.model, input_ids, arguments.out, arguments.settings)
+    settings = {"group_size": arguments.group_size, **arguments.settings}
+    PROGRAMS[arguments.program](arguments.model, input_ids, arguments.out, settings)
     print(json.dumps({"seconds": time.perf_counter() - start}))
 
 
