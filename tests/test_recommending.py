@@ -73,11 +73,21 @@ def test_readers_get_what_they_load(example_model):
         name: {key: (each.format, each.sym) for key, each in choices(example_model, name).items()}
         for name in ("vLLM", "AutoGPTQ", "transformers", "SGLang")
     }
-    assert formats["vLLM"] == {(8, 128): ("gptq", True), (4, 32): ("awq", False), (4, 128): ("awq", False)}
+    awq = {(4, size): ("awq", False) for size in (32, 64, 128)}
+    assert formats["vLLM"] == {(8, 128): ("gptq", True), **awq}
     assert set(formats["AutoGPTQ"].values()) == {("gptq", False)}
     assert set(formats["transformers"].values()) == {("gptq_v2", False)}
     assert formats["SGLang"][4, 128] == ("gptq", True)  # which is fast there
     assert formats["SGLang"][3, 128] == ("gptq_v2", False)
+
+
+def test_layouts_that_leave_layers_in_floating_point_come_last(tmp_path):
+    """Of 192 columns awq has no groups of 128, since all of its groups have one length; compressed-tensors has."""
+    config = transformers.LlamaConfig(**{**SIZE, "hidden_size": 192}, intermediate_size=384)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    formats = {key: choice.format for key, choice in choices(tmp_path, "vllm").items()}
+    assert (formats[4, 64], formats[4, 128]) == ("awq", "compressed-tensors")
 
 
 @pytest.mark.parametrize(

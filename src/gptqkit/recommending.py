@@ -22,11 +22,11 @@ from .settings import bytes_of, did_you_mean
 from .targets import Target, find_blocks, find_targets
 from .units import size_text
 
-_GRIDS = ((8, 128), (4, 32), (4, 128), (3, 32), (3, 128), (2, 32), (2, 128))
+_GRIDS = ((8, 128), (4, 32), (4, 64), (4, 128), (3, 32), (3, 64), (3, 128), (2, 32), (2, 64), (2, 128))
 """Bits and columns per group."""
 
 _LAYOUTS = (("gptq_v2", False), ("awq", False), ("compressed-tensors", False), ("gptq", False), ("gptq", True))
-"""Formats, and whether symmetric; of those that load and warn of the least, the first is taken."""
+"""Formats, and whether symmetric; of those that load, the first that leaves least in floating point and warns least."""
 
 _TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q4_K_M", "Q4_K_S", "Q4_0", "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q2_K")
 
@@ -128,7 +128,7 @@ def recommend(
         refused |= dict.fromkeys(why for _, _, answer in plans for why in answer.reasons)
         loading = [plan for plan in plans if plan[2].loads]
         if loading:
-            config, targets, answer = min(loading, key=lambda plan: len(plan[2].warnings))
+            config, targets, answer = min(loading, key=_cost)
             found.append(_choice(empty, config, targets, answer, cache, f"gptqkit quantize {source}"))
     if not found:
         raise ConfigError(f"{names[reader.lower()]} loads this model in no format: {'; '.join(refused)}")
@@ -186,6 +186,11 @@ def _plans(empty: EmptyModel, reader: str) -> Iterator[list[tuple[QuantizeConfig
         yield plans
     if refusal is not None and not fits:
         raise refusal
+
+
+def _cost(plan: tuple[QuantizeConfig, list[Target], Reader]) -> tuple[int, int]:
+    """Return what a layout leaves in floating point, counted from the rest, and of how much its reader warns."""
+    return -sum(target.weights for target in plan[1]), len(plan[2].warnings)
 
 
 def _answer(empty: EmptyModel, config: QuantizeConfig, targets: Sequence[Target], reader: str) -> Reader:
