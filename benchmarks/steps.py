@@ -3,7 +3,7 @@
     python benchmarks/steps.py [--difficult] [--bits N ...] [--seeds N ...] [--only NAME ...] [--json FILE]
 
 Every row is the real thing from end to end: quantize, write a gptq_v2 checkpoint, reload it, run its quantized layers.
-`--calibration` takes several files. `--difficult` first rescales the model so that a few channels that its Linears
+`--calibration` takes several files. `--damp-percent 0.01` damps as published. `--difficult` first rescales the model so that a few channels that its Linears
 receive are 30 times as large, as in large models, and its predictions are the same. Rows that the JSON file already
 holds for the same settings are not run again.
 """
@@ -33,7 +33,6 @@ STEPS: dict[str, dict[str, Any]] = {
     "gptq + learned": {"method": "gptq", "refine_rounds": 0, "learn_iterations": 40},
     "gptq + tuned": {"method": "gptq", "refine_rounds": 0, "tune_epochs": 4},
     "fast": {"quality": "fast"},
-    "fast, damped by 0.01": {"quality": "fast", "damp_percent": 0.01},
     "gptaq": {"method": "gptaq", "refine_rounds": 0},
     "gptaq + refined": {"method": "gptaq"},
     "qep": {"method": "qep", "refine_rounds": 0},
@@ -142,13 +141,14 @@ def main() -> None:
     parser.add_argument("--calibration", nargs="+", default=[str(EXAMPLES / "data/calibration.txt")], metavar="FILE")
     parser.add_argument("--samples", type=int, default=128, help="calibration windows of 512 tokens (default 128)")
     parser.add_argument("--windows", type=int, default=40, help="windows evaluated per text (default 40)")
+    parser.add_argument("--damp-percent", type=float, help="for all rows (default: by tokens)")
     parser.add_argument("--difficult", action="store_true", help="with a few channels 30 times as large")
     parser.add_argument("--bits", type=int, nargs="+", default=[2], choices=(2, 3, 4))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--only", nargs="+", default=list(STEPS), choices=list(STEPS), metavar="NAME")
     parser.add_argument("--json", type=Path, default=Path("steps.json"))
     arguments = parser.parse_args()
-    report = rows_so_far(arguments, "samples", "windows", "difficult")
+    report = rows_so_far(arguments, "samples", "windows", "difficult", "damp_percent")
     model, tokenizer = load_float(arguments.model, device="cpu")
     remember(model)
     how = gptqkit.Evaluation(sequence_length=512, max_windows=arguments.windows)
@@ -168,7 +168,7 @@ def main() -> None:
             if how_to.pop("rotated", False):
                 source = Path(folder) / "rotated"
                 gptqkit.rotate(given, source)
-            config = gptqkit.QuantizeConfig(bits=bits, sym=False, **how_to)
+            config = gptqkit.QuantizeConfig(bits=bits, sym=False, damp_percent=arguments.damp_percent, **how_to)
             gptqkit.quantize(source, text, out, config, run=gptqkit.Run(device="cpu"))
             seconds = time.perf_counter() - start
             scores = {

@@ -93,8 +93,8 @@ class QuantizeConfig:
         act_group_aware: Sort columns by diag(H) within their groups, and the groups as well; g_idx is not needed. On by
             default, unless `desc_act` is on.
         damp_percent: Damping added to the Hessian's diagonal, as a fraction of its mean; raised tenfold, and reported,
-            where the Hessian is singular. By default 0.01, and more for a layer that fewer than 50 tokens per column
-            calibrate: the fewer, the less the Hessian says about other text.
+            where the Hessian is singular. By default 0.01, and sqrt(columns / tokens) of every entry of the diagonal
+            besides: the fewer tokens, the less what they have in common says about other text.
         grid: How each group's grid is chosen: "minmax" spans minimum to maximum; "mse" searches for the least error of
             the weights, weighted by diag(H); "sim" then tries the sweep itself on grids nearby, but for static groups
             and K-quants. With "rtn" the default is "minmax".

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +46,7 @@ def factorize(
         permutation: (in,) int64, the column at each position of the sweep.
         damp: Share of m = mean(diag H) added to the diagonal.
         dtype: float32 or float64.
-        shrink: Share of sqrt(m h) added besides to every entry h of the diagonal.
+        shrink: Share of itself added besides to every entry of the diagonal, beside which all others count less.
 
     Raises:
         NonFiniteError: H holds NaN or infinity.
@@ -59,13 +58,11 @@ def factorize(
         raise NonFiniteError("the Hessian holds NaN or infinity; check the calibration activations")
     if float(mean) == 0:  # no input ever arrived: every column is dead, and the sweep comes to plain rounding
         mean = torch.ones_like(mean)
-    unit = 2.0 ** math.frexp(float(mean))[1]  # products of large inputs' moments are no float32 numbers
-    means = (mean / unit * (diagonal.clamp(0) / unit)).sqrt() * unit
     backwards = permutation.flip(0)
     for escalations in range(MAX_ESCALATIONS + 1):
         share, besides = (each * ESCALATION**escalations for each in (damp, shrink))
         damped = hessian[backwards][:, backwards].to(dtype)
-        damping = share * mean + besides * means
+        damping = share * mean + besides * diagonal
         damped.diagonal().add_(damping[backwards])
         with full_float32():
             lower, info = torch.linalg.cholesky_ex(damped)

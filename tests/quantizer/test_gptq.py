@@ -339,7 +339,7 @@ def test_damping_grows_and_says_so_where_the_hessian_is_not_positive_definite():
         solve_gptq(weight, hessian, config())
 
 
-@pytest.mark.parametrize("tokens", [30, 60, 100])
+@pytest.mark.parametrize("tokens", [60, 100, 400])
 def test_few_tokens_are_trusted_less(tokens):
     """The Hessian is damped as documented; and on other tokens of the same kind, what is solved is better for it."""
     weight, inputs = correlated(64, 96, 20_000)
@@ -351,7 +351,7 @@ def test_few_tokens_are_trusted_less(tokens):
         for damp in (None, 0.01)
     )
     mean = few.diagonal().mean()
-    added = 0.01 * mean + (min(0.3, 96 / tokens / 2) - 0.01) * (mean * few.diagonal()).sqrt()
+    added = 0.01 * mean + min(1, 96 / tokens) ** 0.5 * few.diagonal()
     scale, zero = per_weight_grid(usual.weight)
     expected = textbook_gptq(weight, few + added.diag(), permutation_of(few, config(), 96), scale, zero, 3)
     assert torch.equal(usual.weight.codes.double(), expected)
