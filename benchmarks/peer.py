@@ -28,9 +28,7 @@ def gptqmodel(model: str, input_ids: Tensor, out: Path, settings: dict[str, Any]
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
     from gptqmodel.quantization import FORMAT
 
-    config = QuantizeConfig(
-        **settings, sym=False, format=FORMAT.GPTQ_V2, device="cpu", offload_to_disk=False
-    )
+    config = QuantizeConfig(**settings, sym=False, format=FORMAT.GPTQ_V2, device="cpu", offload_to_disk=False)
     quantizer = GPTQModel.load(model, config, dtype=torch.float32)
     windows = [{"input_ids": row.tolist(), "attention_mask": [1] * len(row)} for row in input_ids]
     quantizer.quantize(windows, batch_size=8, backend=BACKEND.GPTQ_TORCH)

@@ -3,9 +3,9 @@
     python benchmarks/peers.py --work FOLDER [--environments FOLDER] [--bits N ...] [--only NAME ...] [--json FILE]
 
 Others run by `peer.py` in their own environments (`tests/clients/environments gptqmodel llmcompressor autoround`).
-Groups of 128 (or `--group-size`), asymmetric. What each writes is read by our `evaluate`; auto-round writes its weights multiplied out.
-Time is from the loaded program to the written checkpoint, with all threads. Rows that the JSON file already holds for
-the same settings are not run again.
+Groups of 128 (or `--group-size`), asymmetric. What each writes is read by our `evaluate`; auto-round writes its weights
+multiplied out. `--damp-percent 0.01` damps ours as published. Time is from the loaded program to the written
+checkpoint, with all threads. Rows that the JSON file already holds for the same settings are not run again.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def run_peer(name: str, bits: int, arguments: argparse.Namespace, tokens: Path) 
 
 def run_ours(name: str, bits: int, arguments: argparse.Namespace, tokens: Path) -> tuple[Path, float]:
     """Return what we wrote, and our seconds."""
-    out, config = arguments.work / "ours", gptqkit.QuantizeConfig(bits=bits, group_size=arguments.group_size, sym=False, **OURS[name])
+    out, damp = arguments.work / "ours", arguments.damp_percent
+    grid = {"bits": bits, "group_size": arguments.group_size, "sym": False}
+    config = gptqkit.QuantizeConfig(**grid, damp_percent=damp, **OURS[name])
     start = time.perf_counter()
     run = gptqkit.Run(device="cpu", overwrite=True)
     gptqkit.quantize(arguments.model, gptqkit.Calibration(tokens), out, config, run=run)
@@ -101,12 +103,13 @@ def main() -> None:
     parser.add_argument("--calibration", nargs="+", default=[str(EXAMPLES / "data/calibration.txt")], metavar="FILE")
     parser.add_argument("--samples", type=int, default=128, help="calibration windows of 512 tokens (default 128)")
     parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--damp-percent", type=float, help="for our rows (default: by tokens)")
     parser.add_argument("--windows", type=int, default=40, help="windows evaluated per text (default 40)")
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2], choices=(2, 3, 4))
     parser.add_argument("--only", nargs="+", default=[*PEERS, *OURS], choices=[*PEERS, *OURS], metavar="NAME")
     parser.add_argument("--json", type=Path, default=Path("peers.json"))
     arguments = parser.parse_args()
-    report = rows_so_far(arguments, "samples", "windows", "group_size")
+    report = rows_so_far(arguments, "samples", "windows", "group_size", "damp_percent")
     model, tokenizer = load_float(arguments.model, device="cpu")
     remember(model)
     text = gptqkit.Calibration(arguments.calibration, samples=arguments.samples, sequence_length=512)

@@ -3,9 +3,9 @@
     python benchmarks/steps.py [--difficult] [--bits N ...] [--seeds N ...] [--only NAME ...] [--json FILE]
 
 Every row is the real thing from end to end: quantize, write a gptq_v2 checkpoint, reload it, run its quantized layers.
-`--calibration` takes several files. `--damp-percent 0.01` damps as published. `--difficult` first rescales the model so that a few channels that its Linears
-receive are 30 times as large, as in large models, and its predictions are the same. Rows that the JSON file already
-holds for the same settings are not run again.
+`--calibration` takes several files. `--damp-percent 0.01` damps as published. `--difficult` first rescales the model
+so that a few channels that its Linears receive are 30 times as large, as in large models, and its predictions are the
+same. Rows that the JSON file already holds for the same settings are not run again.
 """
 
 from __future__ import annotations
