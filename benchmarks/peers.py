@@ -70,9 +70,8 @@ def run_peer(name: str, bits: int, arguments: argparse.Namespace, tokens: Path) 
 
 def run_ours(name: str, bits: int, arguments: argparse.Namespace, tokens: Path) -> tuple[Path, float]:
     """Return what we wrote, and our seconds."""
-    out, damp = arguments.work / "ours", arguments.damp_percent
-    grid = {"bits": bits, "group_size": arguments.group_size, "sym": False}
-    config = gptqkit.QuantizeConfig(**grid, damp_percent=damp, **OURS[name])
+    out, grid = arguments.work / "ours", {"bits": bits, "group_size": arguments.group_size, "sym": False}
+    config = gptqkit.QuantizeConfig(**grid, damp_percent=arguments.damp_percent, **OURS[name])
     start = time.perf_counter()
     run = gptqkit.Run(device="cpu", overwrite=True)
     gptqkit.quantize(arguments.model, gptqkit.Calibration(tokens), out, config, run=run)

@@ -229,7 +229,7 @@ def usual_damping(moments: Moments) -> tuple[float, float]:
     """Return how much to damp, and to shrink, a Hessian that is a mean over some tokens (see `factorize`).
 
     A mean over n tokens is off by about sqrt(columns / n) of itself in directions that nothing sets apart, and what is
-    beside the diagonal is trusted that much less: layers then lost the least on other text, for few tokens and many.
+    beside the diagonal is trusted that much less.
     """
     columns_per_token = 0.0 if moments.tokens is None else len(moments.hessian) / moments.tokens
     return DAMPING, min(math.sqrt(columns_per_token), 1.0)
