@@ -27,7 +27,7 @@ EXAMPLES = ROOT / "examples"
 MODEL = EXAMPLES / "models/gutenberg-llama-6m"
 TEXTS = {"wikitext2": EXAMPLES / "data/wikitext2-test.txt", "books": EXAMPLES / "data/heldout.txt"}
 TYPES = ("Q4_K_M", "Q4_0", "Q3_K_M", "Q2_K")
-OURS = {"gptq": {"method": "gptq"}, "qep": {"method": "qep"}, "balanced": {"quality": "balanced"}}
+OURS = {"gptq": {"method": "gptq"}, "qep": {"method": "qep"}, "balanced, two-sided": {"two_sided": True}}
 LENGTH = 512
 
 

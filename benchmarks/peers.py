@@ -44,6 +44,7 @@ OURS: dict[str, dict[str, Any]] = {
     "gptqkit, qep, sim": {"method": "qep", "grid": "sim"},
     "gptqkit, qep, sim, two-sided": {"method": "qep", "grid": "sim", "two_sided": True},
     "gptqkit, balanced": {"quality": "balanced"},
+    "gptqkit, balanced, two-sided": {"quality": "balanced", "two_sided": True},
     "gptqkit, best": {"quality": "best"},
 }
 VARIABLES = {"GPTQMODEL_CPU_WORKERS": "2", "HF_HUB_OFFLINE": "1"}  # GPTQModel's own count may be too few for its pool

@@ -30,7 +30,6 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 STEPS: dict[str, dict[str, Any]] = {
     "gptq": {"method": "gptq", "refine_rounds": 0},
     "gptq + sim": {"method": "gptq", "grid": "sim", "refine_rounds": 0},
-    "gptq + learned": {"method": "gptq", "refine_rounds": 0, "learn_iterations": 40},
     "gptq + tuned": {"method": "gptq", "refine_rounds": 0, "tune_epochs": 4},
     "fast": {"quality": "fast"},
     "gptaq": {"method": "gptaq", "refine_rounds": 0},
@@ -40,6 +39,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "qep + sim + refined": {"method": "qep", "grid": "sim"},
     "qep + sim + refined + two-sided": {"method": "qep", "grid": "sim", "two_sided": True},
     "balanced": {"quality": "balanced"},
+    "balanced + two-sided": {"quality": "balanced", "two_sided": True},
     "qep + sim + refined + tuned": {"method": "qep", "grid": "sim", "tune_epochs": 4},
     "best": {"quality": "best"},
     "qep + sim + refined + rotated": {"method": "qep", "grid": "sim", "rotated": True},

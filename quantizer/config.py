@@ -17,12 +17,12 @@ from .methods import METHODS
 
 BITS = (2, 3, 4, 8)
 GRIDS = ("minmax", "mse", "sim")
-_TOGETHER: Mapping[str, Any] = {"method": "qep", "grid": "sim", "refine_rounds": 2, "two_sided": True}
-_ALONE: Mapping[str, Any] = {"method": "gptq", "grid": "mse", "refine_rounds": 2, "two_sided": False}
+_GPTQ: Mapping[str, Any] = {"method": "gptq", "grid": "mse", "refine_rounds": 2}
+_QEP: Mapping[str, Any] = {"method": "qep", "grid": "sim", "refine_rounds": 2}
 QUALITIES: Mapping[str, Mapping[str, Any]] = {
-    "fast": {**_ALONE, "learn_iterations": 0, "tune_epochs": 0},
-    "balanced": {**_TOGETHER, "learn_iterations": 40, "tune_epochs": 0},
-    "best": {**_TOGETHER, "learn_iterations": 200, "tune_epochs": 4},
+    "fast": {**_GPTQ, "two_sided": False, "learn_iterations": 0, "tune_epochs": 0},
+    "balanced": {**_QEP, "two_sided": False, "learn_iterations": 40, "tune_epochs": 0},
+    "best": {**_QEP, "two_sided": True, "learn_iterations": 200, "tune_epochs": 4},
 }
 """What a quality stands for, where a setting is not given by itself."""
 
@@ -80,10 +80,10 @@ class QuantizeConfig:
             override.
         target_size: Instead of that, the most that all tensors of the checkpoint may take, in bytes or such as "4GB".
         sym: Symmetric or asymmetric grids: the zero point is fixed at 2^(bits-1), or chosen for every group.
-        quality: "fast" solves every layer with gptq and refines it; "balanced" takes qep, simulated grids, errors of
-            rows that move onto others, and 40 steps of learned rounding per block; "best" 200 steps, and it tunes the
-            scales of the whole model. Each sets `method`, `grid`, `refine_rounds`, `two_sided`, `learn_iterations` and
-            `tune_epochs`, where not given. By default "balanced", or "fast" where a method is given.
+        quality: "fast" solves every layer with gptq and refines it; "balanced" takes qep, simulated grids and 40 steps
+            of learned rounding per block; "best" 200 steps, two-sided, and it tunes the scales of the whole model. Each
+            sets `method`, `grid`, `refine_rounds`, `two_sided`, `learn_iterations` and `tune_epochs`, where not given.
+            By default "balanced", or "fast" where a method is given.
         method: "rtn" rounds to nearest; "gptq" moves each column's error onto later columns (arXiv 2210.17323);
             "gptaq" also corrects for the errors of earlier layers (arXiv 2504.02692), column by column; "qep" does that
             before the sweep, in all columns (arXiv 2504.09629).
@@ -103,11 +103,11 @@ class QuantizeConfig:
         refine_rounds: How often, after the sweep, every group's scale and then its codes are decided again, all others
             being known (arXiv 2309.01885); 0 for not at all.
         two_sided: Weigh errors of a layer's outputs with one another, by what they change of the float model's
-            predictions, and move those of some rows onto others, too (arXiv 2505.22988). Encoders, and what no
-            gradient reaches, are solved without.
+            predictions, and move those of some rows onto others, too (arXiv 2505.22988); learned rounding weighs those
+            of a block's output by it. Encoders, and what no gradient reaches, are solved without. Takes twice the time;
+            what it gains depends on the model.
         learn_iterations: Steps of learned rounding after a block is solved: its codes and scales are moved until its
-            output comes nearest to the float model's (arXiv 2309.05516, from the method's own solution), errors
-            weighing what they change of the float model's predictions; 0 for none.
+            output comes nearest to the float model's (arXiv 2309.05516, from the method's own solution); 0 for none.
         tune_epochs: How often the samples are gone through to tune all scales of the finished model on the divergence
             of its predictions from the float model's, both in memory as a whole; 0 for not at all.
         true_sequential: Calibrate each layer on the outputs of the layers already quantized in the same block.

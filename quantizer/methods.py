@@ -106,11 +106,6 @@ def needs_cross(config: Any) -> bool:
     return "cross" in find_method(config.method).needs
 
 
-def weighs_errors(config: Any) -> bool:
-    """Whether they ask what errors behind a block change of the float model's predictions."""
-    return bool(config.learn_iterations or config.two_sided)
-
-
 def pairs_models(config: Any) -> bool:
     """Whether they compare the quantized model's hidden states with the float model's."""
     return needs_cross(config) or config.learn_iterations > 0

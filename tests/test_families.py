@@ -58,7 +58,9 @@ def kind_of(family):
 
 
 def tried(family, folder):
-    return families.outcome(kind_of(family), family, folder, {"learn_iterations": 1, "refine_rounds": 1})
+    return families.outcome(
+        kind_of(family), family, folder, {"learn_iterations": 1, "refine_rounds": 1, "two_sided": True}
+    )
 
 
 def inputs_of(model, names, tokens):

@@ -147,7 +147,10 @@ def keep_outputs(model, name, kept):
     ],
 )
 def test_errors_of_linears_weigh_what_they_change_behind_their_block(tmp_path, name, inner):
-    """Against gradients along every direction at every position, one by one."""
+    """Against gradients along every direction at every position, one by one, of many more tokens.
+
+    What is beside the diagonal is shrunk as far as brings it nearest to that.
+    """
     model, tokens = uneven(name), samples(SAMPLES, 12)
     metric = measure(model, tmp_path, tokens)
     source = FloatModel(tmp_path / "float")
@@ -166,7 +169,8 @@ def test_errors_of_linears_weigh_what_they_change_behind_their_block(tmp_path, n
     expected = torch.zeros_like(found)
     keep_outputs(model.requires_grad_(False), target.name, kept)
     model.get_submodule(paths[0]).register_forward_hook(lambda _module, _arguments, output: leaving.append(output))
-    model(input_ids=tokens.input_ids)
+    others = samples(8 * SAMPLES, 24).input_ids[:, 12:]
+    model(input_ids=others)
     states = leaving[0][0] if isinstance(leaving[0], tuple) else leaving[0]
     for position in range(12):
         for direction in root.T:
@@ -176,17 +180,11 @@ def test_errors_of_linears_weigh_what_they_change_behind_their_block(tmp_path, n
             rows = gradient.reshape(-1, gradient.shape[-1])
             expected += rows.T @ rows
     expected /= expected.diagonal().mean()
-    count = kept[0].shape[:-1].numel()
-    assert (count < tokens.input_ids.numel()) == ("experts" in inner)
-    chance = count / (count + len(expected))
-    expected = chance * expected + (1 - chance) * torch.diag(expected.diagonal())
+    assert (kept[0].shape[:-1].numel() < others.numel()) == ("experts" in inner)
     assert float(found.diagonal().mean()) == pytest.approx(1)
-    values, directions = torch.linalg.eigh(expected)
-    quarter = len(values) // 4
-    assert values[-quarter:].sum() > 3 * values[:quarter].sum()  # or there would be nothing to see
-    for along in (directions[:, -quarter:], directions[:, :quarter], torch.eye(len(values))[:, :quarter]):
-        parts = [float((along.T @ each @ along).trace()) for each in (found, expected)]
-        assert parts[0] == pytest.approx(parts[1], rel=0.25)
+    beside, aim = (each - each.diagonal().diag() for each in (found, expected))
+    assert float((beside - aim).norm()) < 0.95 * float(aim.norm())
+    assert float((beside * aim).sum() / beside.square().sum()) == pytest.approx(1, rel=0.2)
 
 
 def test_batches_and_places_change_nothing_and_nothing_is_left(tmp_path):

@@ -111,8 +111,14 @@ def measured(folder, config, *job):
     ("name", "samples", "length", "config", "how"),
     [
         ("llama", 16, 256, {}, {}),  # its height is a forward pass
-        ("llama", 16, 256, {"quality": "balanced", "learn_iterations": 2}, {}),  # of two models
-        ("mixtral", 8, 64, {"quality": "balanced", "learn_iterations": 1, "refine_rounds": 0}, {}),  # learning
+        ("llama", 16, 256, {"quality": "balanced", "two_sided": True, "learn_iterations": 2}, {}),  # of two models
+        (
+            "mixtral",
+            8,
+            64,
+            {"quality": "balanced", "two_sided": True, "learn_iterations": 1, "refine_rounds": 0},
+            {},
+        ),  # learning
         ("float32", 8, 32, {"method": "gptaq", "float64": True}, {}),  # the solver
         ("float32", 8, 32, {"method": "qep", "float64": True, "refine_rounds": 1}, {}),  # its refinement
         ("float32", 8, 32, {"method": "qep", "two_sided": True}, {}),  # part by part

@@ -12,7 +12,7 @@ from support.jobs import contents
 from support.models import build, samples, save
 
 SETTINGS = gptqkit.QuantizeConfig(
-    method="qep", bits=3, group_size=32, sym=False, learn_iterations=2, tune_epochs=1, target_bits=3.5
+    method="qep", bits=3, group_size=32, sym=False, learn_iterations=2, two_sided=True, tune_epochs=1, target_bits=3.5
 )
 
 

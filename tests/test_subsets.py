@@ -55,9 +55,9 @@ def test_targets_that_are_left_out_leave_no_gap():
 
 
 def test_portions_are_as_few_as_the_budget_allows(monkeypatch):
-    def sizes_of(groups, budget, *, cross, outputs=False):
+    def sizes_of(groups, budget, *, cross):
         monkeypatch.setattr(subsets, "STATISTICS_BYTES", budget)
-        found = list(portions(groups, cross=cross, outputs=outputs))
+        found = list(portions(groups, cross=cross))
         assert [each for portion in found for each in portion] == [
             (group, subset) for group in groups for subset in group.subsets
         ]
@@ -69,7 +69,6 @@ def test_portions_are_as_few_as_the_budget_allows(monkeypatch):
     for budget, expected in ((12 * one, [12]), (12 * one - 1, [11, 1]), (5 * one, [5, 5, 2]), (1, [1] * 12)):
         assert sizes_of([up], budget, cross=False) == expected
         assert sizes_of([up], 2 * budget, cross=True) == expected
-        assert sizes_of([up], 3 * budget, cross=False, outputs=True) == expected  # of w1 and of w3
     for number in (1, 3):
         up.subsets[number][0] = dataclasses.replace(up.subsets[number][0], shape=(32, 64))
     assert sizes_of([up], 5 * one, cross=False) == [2, 2, 5, 3]

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from .model import FloatModel
 from .progress import Progress, ProgressCallback
 from .run import Run
 from .streams import Streams
+from .subsets import STATISTICS_BYTES, output_bytes
 from .targets import Target
 from .walking import float_streams
 
@@ -72,7 +74,8 @@ def measure_fisher(
         progress(Progress(stage="measure", done=step, total=len(parts)))
     total = torch.stack([each for each, _ in sums]).sum(0)
     processes.add_up(total)
-    return _scaled(total, sum(processes.gather(sum(count for _, count in sums))))
+    tokens = sum(processes.gather(sum(count for _, count in sums)))
+    return _scaled(total, tokens / (tokens + len(total)))
 
 
 @torch.no_grad()
@@ -80,8 +83,9 @@ def pull_back(streams: Streams, layer: int, targets: Sequence[Target], metric: T
     """Return what errors of Linears' outputs weigh with one another, if those behind their block weigh `metric`.
 
     That is the mean over tokens of JT M J, J what the block's output changes with the Linear's: the covariance of
-    gradients along directions that are drawn with covariance M. Scaled, and shrunk where tokens are few, as
-    `measure_fisher` has it.
+    gradients along directions that are drawn with covariance M. 1 is the mean of its diagonal; what is beside that is
+    shrunk by how much of it is chance, as samples differ (Schäfer and Strimmer 2005, target D): few tokens, such as the
+    first, can have nearly all of the gradient.
 
     Args:
         streams: The samples, as many of which are taken as by `measure_fisher`.
@@ -94,33 +98,87 @@ def pull_back(streams: Streams, layer: int, targets: Sequence[Target], metric: T
     """
     batches, processes = streams.batches, streams.processes
     chosen = [sample for sample in _evenly(len(batches.counts)) if sample in batches.mine and batches.counts[sample]]
-    sums: dict[str, Tensor] = {}
-    tokens: Counter[str] = Counter()
+    sums: dict[str, _Sum] = {}
     with processes.trying() as fits:
         root = torch.linalg.cholesky(metric + 1e-3 * torch.eye(len(metric)).to(metric))
         block = _twin(streams.model.blocks[layer])
-        sums |= {each.inner: metric.new_zeros(each.shape[0], each.shape[0]) for each in targets}
+        sums |= {each.inner: _Sum(metric.new_zeros(each.shape[0], each.shape[0])) for each in targets}
         for sample in chosen:
-            tokens += _add_moments(sums, streams, layer, block, range(sample, sample + 1), root)
+            _add_moments(sums, streams, layer, block, range(sample, sample + 1), root)
     if not fits():
         if processes.rank == 0:
             _LOG.warning("block %d does not fit into memory backwards; errors of its outputs are taken alike", layer)
         return {}
-    tokens = sum(processes.gather(tokens), Counter())
     found: dict[str, Tensor] = {}
     for target in targets:
-        total = sums.pop(target.inner)
-        processes.add_up(total)
-        scaled = _scaled(total, tokens[target.inner])
+        one = sums.pop(target.inner)
+        processes.add_up(one.total)
+        one.samples, one.squares = sum(processes.gather(one.samples)), sum(processes.gather(one.squares))
+        scaled = _scaled(one.total, one.share())
         if scaled is not None:
             found[target.name] = scaled
     return found
 
 
+class Outputs:
+    """What errors of the outputs of a block's Linears weigh, measured for as many of them at once as memory holds.
+
+    Arguments are those of `pull_back`, the Linears in the order in which they are solved.
+    """
+
+    def __init__(self, streams: Streams, layer: int, targets: Sequence[Target], metric: Tensor) -> None:
+        self._measure, self._ahead = partial(pull_back, streams, layer, metric=metric), list(targets)
+        self._known: dict[str, Tensor] = {}
+
+    def of(self, targets: Sequence[Target]) -> dict[str, Tensor]:
+        """Return those of some Linears, and keep them no longer."""
+        while any(target in self._ahead for target in targets):
+            sizes = itertools.accumulate(map(output_bytes, self._ahead))
+            count = max(1, sum(size <= STATISTICS_BYTES for size in sizes))
+            self._known |= self._measure(self._ahead[:count])
+            del self._ahead[:count]
+        return {each.name: self._known.pop(each.name) for each in targets if each.name in self._known}
+
+
+@dataclass(eq=False)
+class _Sum:
+    """The sum of gT g over samples.
+
+    Attributes:
+        total: (out, out) float32.
+        samples: How many have such gradients.
+        squares: What entries of each sample beside the diagonal have as sum of squares, over the samples.
+    """
+
+    total: Tensor
+    samples: int = 0
+    squares: float = 0.0
+
+    def add(self, rows: Tensor) -> None:
+        """Add one sample's gradients, (tokens, out) float32."""
+        own = rows.T @ rows
+        self.total += own
+        self.samples += bool(own.any())
+        self.squares += _beside(own)
+
+    def share(self) -> float:
+        """Return what part of the entries beside the diagonal is no chance."""
+        whole = _beside(self.total)
+        if self.samples < 2 or not 0 < whole < math.inf:
+            return 0.0
+        chance = (self.samples * self.squares / whole - 1) / (self.samples - 1)
+        return min(max(1 - chance, 0.0), 1.0)
+
+
+def _beside(matrix: Tensor) -> float:
+    """Return the sum of squares of all entries but those of the diagonal."""
+    return float(matrix.norm().double().square() - matrix.diagonal().norm().double().square())
+
+
 def _add_moments(
-    sums: Mapping[str, Tensor], streams: Streams, layer: int, block: nn.Module, sample: range, root: Tensor
-) -> Counter[str]:
-    """Add to the sums of gT g, of gradients at the outputs of the modules of `block` so named; return how many."""
+    sums: Mapping[str, _Sum], streams: Streams, layer: int, block: nn.Module, sample: range, root: Tensor
+) -> None:
+    """Add to the sums of gT g, of a sample's gradients at the outputs of the modules of `block` so named."""
     outputs: list[tuple[str, Tensor]] = []
 
     def leave(name: str, _module: nn.Module, _arguments: Any, output: Tensor) -> Tensor:
@@ -134,17 +192,13 @@ def _add_moments(
         leaving = streams.through(sample, layer, block, streams.caches["hidden"].read(sample))
     drawn = torch.randn(leaving.shape, generator=generator, dtype=root.dtype).to(root.device) @ root.T
     along = streams.of_tokens(drawn, sample).to(leaving.dtype)
-    tokens: Counter[str] = Counter()
     if not leaving.requires_grad:
-        return tokens
+        return
     with running_backwards():
         gradients = torch.autograd.grad(leaving, [each for _, each in outputs], along, allow_unused=True)
     for (name, _), gradient in zip(outputs, gradients, strict=True):
         if gradient is not None:
-            rows = gradient.reshape(-1, gradient.shape[-1]).float().nan_to_num(0, 0, 0)
-            sums[name].addmm_(rows.T, rows)
-            tokens[name] += int(rows.any(1).sum())
-    return tokens
+            sums[name].add(gradient.reshape(-1, gradient.shape[-1]).float().nan_to_num(0, 0, 0))
 
 
 def _twin(block: nn.Module) -> nn.Module:
@@ -157,8 +211,8 @@ def _evenly(count: int) -> list[int]:
     return torch.linspace(0, count - 1, min(SAMPLES, count)).round().long().tolist()
 
 
-def _scaled(total: Tensor, tokens: int) -> Tensor | None:
-    """Return a sum over tokens with 1 for the mean of its diagonal, and what is beside it shrunk.
+def _scaled(total: Tensor, share: float) -> Tensor | None:
+    """Return a sum over tokens with 1 for the mean of its diagonal, and a share of what is beside it.
 
     None where it is 0, or overflowed.
     """
@@ -166,7 +220,7 @@ def _scaled(total: Tensor, tokens: int) -> Tensor | None:
     if not 0 < float(mean) < math.inf:
         return None
     diagonal = total.diagonal().clone()
-    total *= tokens / (tokens + len(total))
+    total *= share
     total.diagonal().copy_(diagonal)
     return total.div_(mean)
 

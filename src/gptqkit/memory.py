@@ -13,7 +13,7 @@ compared with the float model's (gptaq, qep, learned rounding), else 0:
                                                         parts: W twice, E; F twice, its factor
     checkpoint   as the format says, to the byte
     learning     20 n k                                 latent, in units of codes too; its move, slope, gradient
-                 16 vocabulary per token of a sample    before: logits, chances, their sums, gradients (see `fisher`)
+                 16 vocabulary per token of a sample    with two_sided: logits, chances, their sums, gradients
 
 What the C library keeps of freed RAM does not count: some 100 MiB.
 """
@@ -47,7 +47,7 @@ from .loading import choose_device
 from .modes import in_plain_modes
 from .pipeline import PROBE
 from .quantizer.config import QuantizeConfig
-from .quantizer.methods import needs_calibration, needs_cross, pairs_models, weighs_errors
+from .quantizer.methods import needs_calibration, needs_cross, pairs_models
 from .quantizer.rows import PARTS
 from .run import LARGEST_BATCH, Run
 from .settings import settings_of
@@ -185,7 +185,7 @@ def estimate(
     samples, length = shape or PROBE.input_ids.shape
     tokens = min(run.batch_size or LARGEST_BATCH, samples) * (length // 2 + 1 if has_two_stacks(model) else length)
     width = model.config.get_text_config().hidden_size * dtype.itemsize
-    behind = min(samples, AT_ONCE) * len(blocks) * weighs_errors(config)
+    behind = min(samples, AT_ONCE) * len(blocks) * config.two_sided
     states = width * length * max(-(-samples // processes) * (1 + paired), behind)
 
     output = sum(checkpoint_bytes(model, every, config)) if config.target_size is None else config.target_size
@@ -297,15 +297,15 @@ def _packed_bytes(target: Target) -> int:
 
 
 def _pass_bytes(targets: list[Target], cross: bool) -> int:
-    """Return what one pass finds out: of the widest input and all outputs, or of all experts up to the limit."""
-    widest, sides, of_experts = 0, 0, Counter[tuple[str, str]]()
+    """Return what is known at once: of the widest input or all experts', and of all outputs, each up to the limit."""
+    widest, of_experts = 0, Counter[tuple[str, str]]()
     for target in targets:
-        own, side = input_bytes(target, cross=cross), output_bytes(target) * target.config.two_sided
         if target.experts is not None:
-            of_experts[target.experts, target.inner.rpartition(".")[2]] += own + side
-            own = side = 0
-        widest, sides = max(widest, own), sides + side
-    return max(widest + sides, min(max(of_experts.values(), default=0), STATISTICS_BYTES))
+            of_experts[target.experts, target.inner.rpartition(".")[2]] += input_bytes(target, cross=cross)
+        widest = max(widest, input_bytes(target, cross=cross))
+    sides = [output_bytes(target) for target in targets if target.config.two_sided]
+    inputs = max(widest, min(max(of_experts.values(), default=0), STATISTICS_BYTES))
+    return inputs + max(max(sides, default=0), min(sum(sides), STATISTICS_BYTES))
 
 
 def _solver_bytes(target: Target, cross: bool, *, calibrated: bool) -> int:
@@ -338,13 +338,15 @@ def _learning_bytes(
     (samples, length), (*blocks, _) = shape, parts
     kept = [6 * max((sum(target.shape) for target in part), default=0) * dtype.itemsize * length for part in blocks]
     logits = 4 * length * model.config.get_text_config().vocab_size
+    runs_backwards = config.two_sided or config.learn_iterations > 0
     learning = max(kept) * min(2, samples)  # also for what two_sided measures
     if config.learn_iterations:
         learning += 20 * max(sum(target.weights for target in part) for part in blocks)
-    learning = max(learning, 4 * logits)
+    if config.two_sided:
+        learning = max(learning, 4 * logits)
     stretched = (dtype.itemsize + 4 * (dtype.itemsize < 4)) * sum(target.weights for part in parts for target in part)
     tuning = 2 * _bytes(model, dtype) + stretched + (sum(kept) + 5 * logits) * min(4, samples)
-    return int(max(learning * weighs_errors(config), tuning * (config.tune_epochs > 0)))
+    return int(max(learning * runs_backwards, tuning * (config.tune_epochs > 0)))
 
 
 def _available_gpu(device: torch.device) -> int:

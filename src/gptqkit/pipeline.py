@@ -20,14 +20,14 @@ from torch import nn
 from .assembly import check_block, open_part, stored_module, write_part
 from .calibration.samples import Samples
 from .distributed import Processes
-from .fisher import measure_fisher, pull_back
+from .fisher import Outputs, measure_fisher
 from .identity import versions
 from .job import Job
 from .learning import learn_block
 from .model import FloatModel
 from .progress import Progress, ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
-from .quantizer.methods import Solution, needs_cross, pairs_models, weighs_errors
+from .quantizer.methods import Solution, needs_cross, pairs_models
 from .quantizer.quantized import QuantizedWeight
 from .report import BlockReport, ModuleReport, QuantizationReport, TuningReport
 from .run import Run
@@ -98,7 +98,7 @@ class Pipeline:
         layers, finished = len(self.model.blocks), len(self.job.records)
         if finished == layers + (self.head is not None):
             return
-        if weighs_errors(self.config) and self.calibrated and finished < layers:
+        if self.config.two_sided and self.calibrated and finished < layers:
             where = self.processes, self._run, self.job.out
             self._metric = measure_fisher(self.model, self.batches.samples, *where, self._progress)
         how = {"paired": self.paired, "cross": self.cross, "skip": self.config.skip_nonfinite}
@@ -187,14 +187,13 @@ class Pipeline:
         fresh = {target.name: UNCALLED for target in silent if target.inner not in self._told}
         self._told |= {target.inner for target in silent}  # told of one block, not of all
         self._tell(misfits([], fresh, self.config))
+        metric = self._metric_of(layer)
+        ahead = [target for group in groups for subset in group.subsets for target in subset]
+        outputs = None if metric is None else Outputs(streams, layer, ahead, metric)
         for together in [[group] for group in groups] if self.config.true_sequential else [groups]:
             now: dict[str, Solution] = {}
-            metric = self._metric_of(layer) if self.config.two_sided else None
-            for measured in streams.collect(layer, together, twin, outputs=metric is not None):
-                if metric is None:
-                    found, rows = self._solve(measured, layer)
-                else:
-                    found, rows = self._solve_two_sided(measured, layer, streams, metric)
+            for measured in streams.collect(layer, together, twin):
+                found, rows = self._solve(measured, layer, outputs)
                 now |= found
                 reports += rows
             self._install({name: solution.weight for name, solution in now.items()})
@@ -204,15 +203,12 @@ class Pipeline:
     def _metric_of(self, layer: int) -> torch.Tensor | None:
         return self._metric if layer in self.model.stacks[-1] else None
 
-    def _solve_two_sided(
-        self, measured: Sequence[Measured], layer: int, streams: Streams, metric: torch.Tensor
+    def _solve(
+        self, measured: Sequence[Measured], layer: int | None, outputs: Outputs | None = None
     ) -> tuple[dict[str, Solution], list[ModuleReport]]:
-        """Solve Linears of a block, errors of whose output weigh `metric`; what that makes of theirs is gone then."""
-        outputs = pull_back(streams, layer, [target for each in measured for target in each.targets], metric)
-        return self._solve([dataclasses.replace(each, outputs=outputs) for each in measured], layer)
-
-    def _solve(self, measured: Sequence[Measured], layer: int | None) -> tuple[dict[str, Solution], list[ModuleReport]]:
         """Solve Linears, and report on them as they are done."""
+        if outputs is not None:
+            measured = [dataclasses.replace(each, outputs=outputs.of(each.targets)) for each in measured]
         solved: dict[str, Solution] = {}
         reports: list[ModuleReport] = []
         for one, target, found in solve_all(measured, self._matrix, self.processes):

@@ -126,16 +126,14 @@ class Streams:
         self._again = {name for names, _, several in found if several for name in names}
         return group_subsets(targets, [(names, part) for names, part, _ in found])
 
-    def collect(
-        self, layer: int, groups: Iterable[Group], twin: nn.Module | None = None, *, outputs: bool = False
-    ) -> Iterator[list[Measured]]:
+    def collect(self, layer: int, groups: Iterable[Group], twin: nn.Module | None = None) -> Iterator[list[Measured]]:
         """Yield what all subsets of some groups receive, portion by portion (see `portions`): all samples run for each.
 
         Every list is emptied before the next. `twin` is the block with its float weights, needed where statistics pair
         both models.
         """
         pools: dict[Group, InputStatistics] = {}
-        for portion in portions(groups, cross=self.cross, outputs=outputs):
+        for portion in portions(groups, cross=self.cross):
             measured = self._collect(layer, portion, pools, twin if self.cross else None)
             yield measured
             measured.clear()  # not in memory beside the next

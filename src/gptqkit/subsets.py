@@ -62,17 +62,16 @@ def group_subsets(targets: Sequence[Target], found: Iterable[tuple[Sequence[str]
     ]
 
 
-def portions(groups: Iterable[Group], *, cross: bool, outputs: bool) -> Iterator[Portion]:
-    """Yield all subsets in as few portions as keep what is known of each within STATISTICS_BYTES.
+def portions(groups: Iterable[Group], *, cross: bool) -> Iterator[Portion]:
+    """Yield all subsets in as few portions as keep what is known of each input within STATISTICS_BYTES.
 
-    That is H of a subset, with `cross` C, and with `outputs` F of every Linear, in float32. A portion has one subset
-    at least.
+    That is H, and with `cross` C, in float32. A portion has one subset at least.
     """
     portion: Portion = []
     used = 0
     for group in groups:
         for subset in group.subsets:
-            size = input_bytes(subset[0], cross=cross) + sum(map(output_bytes, subset)) * outputs
+            size = input_bytes(subset[0], cross=cross)
             if portion and used + size > STATISTICS_BYTES:
                 yield portion
                 portion, used = [], 0
