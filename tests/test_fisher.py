@@ -231,10 +231,17 @@ def test_what_predicts_nothing_or_does_not_fit_is_not_known(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"), [("llama", {}), ("mixtral", {"overrides": {"self_attn": {"skip": True}}})]
+    ("name", "settings", "limit"),
+    [
+        ("llama", {}, None),
+        ("llama", {}, 1),  # byte: each Linear by itself
+        ("mixtral", {"overrides": {"self_attn": {"skip": True}}}, None),
+    ],
 )
-def test_predictions_of_the_checkpoint_come_nearer_to_the_float_model(tmp_path, name, settings):
+def test_predictions_of_the_checkpoint_come_nearer_to_the_float_model(tmp_path, name, settings, limit, monkeypatch):
     """With rows whose errors move onto one another, than without; also where only experts are quantized."""
+    if limit is not None:
+        monkeypatch.setattr("gptqkit.fisher.STATISTICS_BYTES", limit)
     model, tokens, found = uneven(name), samples(SAMPLES, 48), []
     expected = outputs(model, samples(8, 48)).log_softmax(-1)
     for two_sided in (False, True):
