@@ -54,8 +54,9 @@ def autoround(model: str, input_ids: Tensor, out: Path, settings: dict[str, Any]
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model)
     how = {"sym": False, "device_map": "cpu", "dataset": list(input_ids.split(8)), **settings}
-    work = AutoRound(loaded, tokenizer, seqlen=input_ids.shape[1], nsamples=len(input_ids), **how)
-    work.quantize_and_save(str(out), format="fake")
+    AutoRound(loaded, tokenizer, seqlen=input_ids.shape[1], nsamples=len(input_ids), **how).quantize()
+    loaded.save_pretrained(out)  # its own "fake" format takes the tensors of float32 sources back to what they were
+    tokenizer.save_pretrained(out)
 
 
 PROGRAMS: dict[str, Callable[[str, Tensor, Path, dict[str, Any]], None]] = {

@@ -36,6 +36,7 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPTQModel, mse, gptaq, desc_act": ("gptqmodel", {"mse": 2.4, "gptaq": GPTAQ, "desc_act": True}),
     "llm-compressor": ("llmcompressor", {}),
     "llm-compressor, mse, static order": ("llmcompressor", {"observer": "mse", "actorder": "static"}),
+    "auto-round, light": ("autoround", {"iters": 50, "lr": 5e-3}),
     "auto-round": ("autoround", {}),
     "auto-round, 1000 steps": ("autoround", {"iters": 1000}),
 }
