@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import ArchitectureError
@@ -123,9 +124,9 @@ def capture_inputs(
     seen: dict[str, list[Tensor]] = {}
     ends = modules.keys().isdisjoint(again)
 
-    def record(name: str, _: nn.Module, arguments: tuple[Any, ...], __: Any) -> None:
+    def record(name: str, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if name not in seen or name in again:
-            seen.setdefault(name, []).append(arguments[0])
+            seen.setdefault(name, []).append(BlockCall(arguments, named).hidden)
         if ends and len(seen) == len(modules):
             raise _Reached
 
@@ -155,6 +156,43 @@ def trace_inputs(modules: Mapping[str, nn.Module], run: Callable[[], object]) ->
     for name, its in places.items():
         found.setdefault(tuple(its), []).append(name)
     return [(names, [kept[place] for place in its]) for its, names in found.items()]
+
+
+def trace_sums(block: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], Tensor]) -> dict[str, str]:
+    """Return what outputs are added to as soon as they are there: of some of `modules`, the name of another module.
+
+    That one is called earlier in `run`, which runs `block` and returns what leaves it, and receives just what the
+    outputs are added to; "" is the block itself. The sum is seen where it enters a later module, or leaves the block.
+    """
+    received: dict[str, Tensor] = {}
+    outputs: dict[str, tuple[int, Tensor]] = {}
+
+    def enter(name: str, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        given = arguments[0] if arguments else named.get("hidden_states")
+        received.setdefault(name, given if isinstance(given, Tensor) else torch.empty(0))
+
+    def leave(name: str, _module: nn.Module, _arguments: Any, output: Tensor) -> None:
+        outputs.setdefault(name, (list(received).index(name), output))
+
+    with _watched({**dict(block.named_modules()), **modules}, enter), ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.callback(module.register_forward_hook(partial(leave, name)).remove)
+        leaving = run()
+    names, states = list(received), [_rows(each) for each in (*received.values(), leaving)]
+    found: dict[str, str] = {}
+    for name, (place, output) in outputs.items():
+        rows = _rows(output)
+        for other, entered in zip(names[:place], states, strict=False):
+            if entered.shape == rows.shape and bool(rows.any()):
+                total = entered + rows
+                if any(torch.equal(total, each) for each in states[place:]):
+                    found[name] = other
+                    break
+    return found
+
+
+def _rows(states: Tensor) -> Tensor:
+    return states.flatten(0, -2) if states.dim() > 1 else states
 
 
 @contextmanager

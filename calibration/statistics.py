@@ -15,20 +15,21 @@ _SLAB = 256  # rows of H made by one product; smaller ones leave less below the 
 
 
 class InputStatistics:
-    """Running sums over tokens of x xT and, for GPTAQ and QEP, of (x~ - x) xT.
+    """Running sums over tokens of x xT and, for methods that compare with the float model, of (x~ - x) xT and d xT.
 
     One instance serves all modules that receive the same tensor. H is symmetric, so only its upper triangle is summed,
     slab by slab, and mirrored once at the end. Sums are float32: double precision was measured to cost 3 to 8 % of the
     time and twice the memory, and to move the perplexity of the example model no more than another order does.
     Products of float16 or bfloat16 on a GPU are exact in float32, and run on tensor cores.
 
-    With `cross`, C is accumulated as well. `tokens` is how many were added.
+    With `cross`, C is accumulated as well, and with `drift`, a number of rows, D. `tokens` is how many were added.
     """
 
-    def __init__(self, columns: int, device: torch.device, *, cross: bool = False) -> None:
+    def __init__(self, columns: int, device: torch.device, *, cross: bool = False, drift: int = 0) -> None:
         self.tokens = 0
         self._hessian = torch.zeros(columns, columns, dtype=torch.float32, device=device)
         self._cross = torch.zeros_like(self._hessian) if cross else None
+        self._drift = torch.zeros(drift, columns, dtype=torch.float32, device=device) if drift else None
 
     @property
     def paired(self) -> bool:
@@ -37,15 +38,17 @@ class InputStatistics:
 
     @property
     def sums(self) -> list[Tensor]:
-        """The sums themselves, (in, in) each: of H, above the diagonal, then of C. Who adds to them, adds tokens."""
-        return [self._hessian] if self._cross is None else [self._hessian, self._cross]
+        """The sums themselves: of H, above the diagonal, then of C and D. Who adds to them, adds tokens."""
+        return [each for each in (self._hessian, self._cross, self._drift) if each is not None]
 
-    def update(self, inputs: Tensor, float_inputs: Tensor | None = None) -> None:
+    def update(self, inputs: Tensor, float_inputs: Tensor | None = None, drift: Tensor | None = None) -> None:
         """Add a batch of tokens.
 
         Args:
             inputs: x, (tokens, in), any float dtype: what the partly quantized model feeds the modules.
             float_inputs: x~, the same tokens in the float model; needed exactly when `cross` was asked for.
+            drift: d, (tokens, out), how far what the module's outputs are added to is from where it is in the float
+                model; needed exactly when that was asked for.
         """
         difference = None if float_inputs is None else float_inputs - inputs
         with full_float32():
@@ -54,6 +57,8 @@ class InputStatistics:
                 _add_product(self._hessian[slab, start:], inputs[:, slab], inputs[:, start:])
                 if self._cross is not None and difference is not None:
                     _add_product(self._cross[slab], difference[:, slab], inputs)
+            if self._drift is not None and drift is not None:
+                _add_product(self._drift, drift, inputs)
         self.tokens += inputs.shape[0]
 
     def absorb(self, other: InputStatistics) -> None:
@@ -93,6 +98,11 @@ class InputStatistics:
         """Return C = mean over tokens of (x~ - x) xT, (in, in) float32 (arXiv 2504.02692, dXXT), where asked for."""
         self._check()
         return None if self._cross is None else self._cross / self.tokens
+
+    def drift(self) -> Tensor | None:
+        """Return D = mean over tokens of d xT, (out, in) float32 (arXiv 2509.06297), where asked for."""
+        self._check()
+        return None if self._drift is None else self._drift / self.tokens
 
     def _check(self) -> None:
         if self.tokens == 0:

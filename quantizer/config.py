@@ -86,7 +86,8 @@ class QuantizeConfig:
             By default "balanced", or "fast" where a method is given.
         method: "rtn" rounds to nearest; "gptq" moves each column's error onto later columns (arXiv 2210.17323);
             "gptaq" also corrects for the errors of earlier layers (arXiv 2504.02692), column by column; "qep" does that
-            before the sweep, in all columns (arXiv 2504.09629).
+            before the sweep, in all columns (arXiv 2504.09629); "loaq" also makes up for the errors of what outputs are
+            added to (arXiv 2509.06297).
         desc_act: Quantize columns in order of decreasing diag(H), H being the Hessian. Groups follow that order, so the
             checkpoint needs g_idx, unless `static_groups` is on.
         static_groups: Fix all grids before the sweep, for groups in the original order; g_idx is not needed then.
@@ -98,8 +99,8 @@ class QuantizeConfig:
         grid: How each group's grid is chosen: "minmax" spans minimum to maximum; "mse" searches for the least error of
             the weights, weighted by diag(H); "sim" then tries the sweep itself on grids nearby, but for static groups
             and K-quants. With "rtn" the default is "minmax".
-        alpha: Strength of the correction for earlier layers, from 0 to 1; 0.25 for gptaq and 0.5 for qep by default.
-            Not for methods without it.
+        alpha: Strength of the correction for earlier layers, from 0 to 1; by default 0.25 for gptaq, 0.5 for qep and
+            loaq. Not for methods without it.
         refine_rounds: How often, after the sweep, every group's scale and then its codes are decided again, all others
             being known (arXiv 2309.01885); 0 for not at all.
         two_sided: Weigh errors of a layer's outputs with one another, by what they change of the float model's
@@ -188,7 +189,7 @@ class QuantizeConfig:
             if self.alpha is not None:
                 raise ConfigError(f"alpha is {self.alpha}, but {self.method} has no correction; leave it out (None)")
         elif self.alpha is None:
-            object.__setattr__(self, "alpha", 0.5 if self.method == "qep" else 0.25)
+            object.__setattr__(self, "alpha", 0.25 if self.method == "gptaq" else 0.5)
         elif not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha is {self.alpha}; it must lie between 0 and 1 (0.25 is published)")
         for name, usual in {"refine_rounds": 2, "learn_iterations": 40, "tune_epochs": 4}.items():

@@ -1,4 +1,4 @@
-"""Plain rounding, GPTQ, GPTAQ and QEP: a weight and the moments of its inputs -> integer codes, scales and offsets.
+"""Plain rounding, GPTQ, GPTAQ, QEP, LoaQ: a weight and moments of its inputs -> integer codes, scales and offsets.
 
 Weights are swept column by column, all rows at once, so everything inside is held columns first: (in, out). Names
 follow the papers: R upper triangular with H = R RT, U = inv(R), E = W - Q.
@@ -96,6 +96,18 @@ def solve_qep(weight: Tensor, moments: Moments | None, config: QuantizeConfig, s
 
     Arguments and errors are those of `solve_gptq`.
     """
+    alone = None if moments is None else dataclasses.replace(moments, drift=None)
+    return _solve(weight, alone, config, snap, upfront=True)
+
+
+def solve_loaq(weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap: Snap) -> Solution:
+    """Apply GPTQ to the weight whose outputs, and what they are added to, match the float model's sum of both.
+
+    LoaQ (arXiv 2509.06297): W + alpha * (W C + D) inv(Hd): layers that write into the residual stream also make up for
+    where it already is. Without D this is QEP.
+
+    Arguments and errors are those of `solve_gptq`.
+    """
     return _solve(weight, moments, config, snap, upfront=True)
 
 
@@ -107,16 +119,16 @@ def _solve(weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap
     dtype = torch.float64 if config.float64 else torch.float32
     target = _columns_first(weight, dtype)
     rows, columns = weight.shape
-    for name, matrix, size in (
-        ("hessian", moments.hessian, columns),
-        ("cross", moments.cross, columns),
-        ("outputs", moments.outputs, rows),
+    for name, matrix, shape in (
+        ("hessian", moments.hessian, (columns, columns)),
+        ("cross", moments.cross, (columns, columns)),
+        ("drift", moments.drift, (rows, columns)),
+        ("outputs", moments.outputs, (rows, rows)),
     ):
-        if matrix is not None and tuple(matrix.shape) != (size, size):
-            raise ShapeError(
-                f"{name} is {tuple(matrix.shape)}, but a weight of {tuple(weight.shape)} needs {(size, size)}"
-            )
+        if matrix is not None and tuple(matrix.shape) != shape:
+            raise ShapeError(f"{name} is {tuple(matrix.shape)}, but a weight of {tuple(weight.shape)} needs {shape}")
     solver = _Solver(moments, config, snap, columns, upfront)
+    target = solver.corrected(target)
     if moments.outputs is None:
         solution, corrected = solver.sweep(target)
         return solver.refine(solution, corrected, config.refine_rounds)
@@ -140,16 +152,27 @@ class _Solver:
         how = self._group_size, self._span, self._dtype, upfront
         self._order, self._factor, self._shift = _prepare(moments, config, *how)
 
+    def corrected(self, target: Tensor) -> Tensor:
+        """Return W, (in, out), in the order of the sweep, with what makes up for earlier layers, if that is upfront."""
+        shift, drift, permutation = self._shift, self._moments.drift, self._order.permutation
+        target = target[permutation]
+        if not self._upfront:
+            return target
+        with full_float32():
+            whole = target if shift is None else target + shift.T @ target
+            if drift is not None:
+                _check_finite(drift, "D")
+                in_order = drift.to(self._dtype)[:, permutation]
+                whole = whole + propagation(in_order, self._factor.upper, self._config.alpha).T
+        return whole
+
     def sweep(self, target: Tensor, moved: Tensor | None = None) -> tuple[Solution, Tensor]:
-        """Return what comes of rows, (in, rows), and of what is added to them once they are corrected.
+        """Return what comes of some rows of `corrected`, (in, rows), and of what is added to them.
 
         Also returns what the codes stand in for, (rows, in): W with its correction and what was added.
         """
-        config, order, factor, shift, span = self._config, self._order, self._factor, self._shift, self._span
+        config, order, factor, span = self._config, self._order, self._factor, self._span
         with full_float32():
-            target = target[order.permutation]
-            if self._upfront and shift is not None:
-                target, shift = target + shift.T @ target, None
             if moved is not None:
                 target = target + moved[order.permutation]
             sweep = ColumnSweep(target, order, config, self._snap)
@@ -158,6 +181,7 @@ class _Solver:
             # A block is whole groups, unless one group spans the row.
             whole = config.block_size // span * span
             apart = self._group_size == len(target) and config.grid != "sim"  # a simulation takes the whole group
+            shift = None if self._upfront else self._shift
             loss = sweep.run(factor.upper, shift, config.block_size if apart else max(whole, span))
         solution = Solution(
             weight=sweep.quantized_weight(),
@@ -190,6 +214,7 @@ RTN = Method(solve=solve_rtn)
 GPTQ = Method(solve=solve_gptq, needs=frozenset({"hessian"}))
 GPTAQ = Method(solve=solve_gptaq, needs=frozenset({"hessian", "cross"}))
 QEP = Method(solve=solve_qep, needs=frozenset({"hessian", "cross"}))
+LOAQ = Method(solve=solve_loaq, needs=frozenset({"hessian", "cross", "drift"}))
 
 
 def _prepare(
@@ -215,14 +240,18 @@ def _prepare(
         factor = factorize(moments.hessian, order.permutation, damp, dtype, shrink)
         shift = None
         if moments.cross is not None:
-            if not bool(moments.cross.sum().isfinite()):
-                raise NonFiniteError("C holds NaN or infinity; check the calibration activations of both models")
+            _check_finite(moments.cross, "C")
             with full_float32():
                 in_order = moments.cross[order.permutation][:, order.permutation].to(dtype)
                 shift = (propagation if upfront else correction)(in_order, factor.upper, config.alpha)
         moments.prepared[key] = (order, factor, shift)
     found: tuple[ColumnOrder, HessianFactor, Tensor | None] = moments.prepared[key]
     return found
+
+
+def _check_finite(moment: Tensor, name: str) -> None:
+    if not bool(moment.sum().isfinite()):
+        raise NonFiniteError(f"{name} holds NaN or infinity; check the calibration activations of both models")
 
 
 def usual_damping(moments: Moments) -> tuple[float, float]:
@@ -247,7 +276,7 @@ def correction(cross: Tensor, factor: Tensor, alpha: float) -> Tensor:
 
 
 def propagation(cross: Tensor, factor: Tensor, alpha: float) -> Tensor:
-    """Return alpha * C inv(Hd), (in, in), the same without the triangle (arXiv 2504.09629)."""
+    """Return alpha * C inv(Hd), the same without the triangle (arXiv 2504.09629); of D alike, (out, in)."""
     half: Tensor = torch.linalg.solve_triangular(factor.T, cross, upper=False, left=False)
     whole: Tensor = torch.linalg.solve_triangular(factor, half, upper=True, left=False)
     return whole.mul_(alpha)

@@ -22,6 +22,7 @@ METHODS = {
     "gptq": "quantizer.gptq:GPTQ",
     "gptaq": "quantizer.gptq:GPTAQ",
     "qep": "quantizer.gptq:QEP",
+    "loaq": "quantizer.gptq:LOAQ",
 }
 """Every method by name, with the place of its `Method` in this package."""
 
@@ -34,6 +35,8 @@ class Moments:
         hessian: H, the mean of x xT, (in, in) float32.
         cross: C, the mean of (x~ - x) xT, (in, in) float32, x~ the float model's inputs; where the method needs it and
             tokens of both models can be paired.
+        drift: D, the mean of (r~ - r) xT, (out, in) float32, r what the Linear's outputs are added to, and r~ the same
+            in the float model; where the method needs it and there is such a sum.
         tokens: How many the means are of; None where they are exact.
         outputs: F, (out, out) float32, what errors of one weight's outputs weigh with one another; None where each
             weighs the same by itself.
@@ -42,6 +45,7 @@ class Moments:
 
     hessian: Tensor
     cross: Tensor | None = None
+    drift: Tensor | None = None
     tokens: int | None = None
     outputs: Tensor | None = None
     prepared: dict[Any, Any] = field(default_factory=dict)
@@ -88,7 +92,8 @@ class Method:
         solve: (weight, moments, config, snap) -> solution. weight is W, (out, in) in any float dtype; it and the
             moments, None without calibration, are not modified. config is a QuantizeConfig; snap is what the file can
             hold.
-        needs: "hessian" where it cannot do without calibration, and "cross" where it compares with the float model.
+        needs: "hessian" where it cannot do without calibration, "cross" where it compares with the float model, and
+            "drift" where it also compares what outputs are added to.
     """
 
     solve: Solve
@@ -104,6 +109,11 @@ def needs_calibration(config: Any) -> bool:
 def needs_cross(config: Any) -> bool:
     """Whether they ask for C, which pairs what a Linear receives with what it receives in the float model."""
     return "cross" in find_method(config.method).needs
+
+
+def needs_drift(config: Any) -> bool:
+    """Whether they ask for D, which pairs what a Linear's outputs are added to with the same in the float model."""
+    return "drift" in find_method(config.method).needs
 
 
 def pairs_models(config: Any) -> bool:

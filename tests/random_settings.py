@@ -41,7 +41,7 @@ CHOICES = {  # by setting: how often it is drawn, and from what
     "sym": (0.6, (True, False)),
     "format": (0.6, FORMATS),
     "quality": (0.6, ("fast", "balanced", "best")),
-    "method": (0.4, ("rtn", "gptq", "gptaq", "qep")),
+    "method": (0.4, ("rtn", "gptq", "gptaq", "qep", "loaq")),
     "desc_act": (0.3, (True,)),
     "static_groups": (0.3, (True,)),
     "damp_percent": (0.2, (1e-6, 0.01, 0.1)),

@@ -183,7 +183,7 @@ def test_a_method_is_one_function_and_one_entry(monkeypatch, tmp_path, capsys):
         gptqkit.quantize(build("qwen2"), None, tmp_path / "out", gptqkit.QuantizeConfig(method="dummy"))
     with pytest.raises(SystemExit):
         cli.parser().parse_args(["quantize", "--help"])
-    assert "--method {rtn,gptq,gptaq,qep,dummy}" in capsys.readouterr().out
+    assert "--method {rtn,gptq,gptaq,qep,loaq,dummy}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("learn_iterations", [0, 2])

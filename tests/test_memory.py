@@ -121,7 +121,7 @@ def measured(folder, config, *job):
         ),  # learning
         ("float32", 8, 32, {"method": "gptaq", "float64": True}, {}),  # the solver
         ("float32", 8, 32, {"method": "qep", "float64": True, "refine_rounds": 1}, {}),  # its refinement
-        ("float32", 8, 32, {"method": "qep", "two_sided": True}, {}),  # part by part
+        ("float32", 8, 32, {"method": "loaq", "two_sided": True}, {}),  # part by part
         ("qwen3_moe", 8, 64, {"method": "gptaq"}, {}),  # the statistics of all experts
         ("llama", 0, 64, {"method": "rtn"}, {}),
         ("llama", 16, 64, {"bits": 2, "target_bits": 4.5}, {}),

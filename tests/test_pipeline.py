@@ -23,7 +23,7 @@ from gptqkit.streams import Streams
 from support.jobs import contents
 from support.models import build, overflowing, samples, save
 from support.pipeline import float_matrix, outputs, quantize, share_that_differs, weights
-from support.solvers import solve_gptaq, solve_gptq, solve_rtn
+from support.solvers import solve_gptaq, solve_gptq, solve_loaq, solve_rtn
 
 SKIP = gptqkit.ModuleOverride(skip=True)
 
@@ -38,8 +38,10 @@ def inputs_of(model, name, tokens):
     return x if tokens.attention_mask is None else x[tokens.attention_mask.flatten()]
 
 
-def solve(weight, hessian, cross, config):
+def solve(weight, hessian, cross, config, drift=None):
     """The solver on moments that were summed in float64."""
+    if config.method == "loaq":
+        return solve_loaq(weight, hessian.float(), cross.float(), drift, config).weight
     if config.method == "gptaq":
         return solve_gptaq(weight, hessian.float(), cross.float(), config).weight
     return solve_gptq(weight, hessian.float(), config).weight
@@ -51,6 +53,7 @@ SUBSETS = [
     ["mlp.gate_proj", "mlp.up_proj"],
     ["mlp.down_proj"],
 ]
+ADDED_TO = {"self_attn.o_proj": "", "mlp.down_proj": ".post_attention_layernorm"}
 
 
 def test_the_fewer_tokens_calibrate_a_layer_the_more_it_is_damped(tmp_path):
@@ -64,7 +67,13 @@ def test_the_fewer_tokens_calibrate_a_layer_the_more_it_is_damped(tmp_path):
 
 @pytest.mark.parametrize(
     ("method", "true_sequential", "padded"),
-    [("gptq", True, True), ("gptq", False, False), ("gptaq", True, False), ("gptaq", False, True)],
+    [
+        ("gptq", True, True),
+        ("gptq", False, False),
+        ("gptaq", True, False),
+        ("gptaq", False, True),
+        ("loaq", True, True),
+    ],
 )
 def test_each_module_is_solved_on_the_inputs_of_the_quantized_model(method, true_sequential, padded, tmp_path):
     tokens, model, quantized = samples(padded=padded), *(build("llama", tie_word_embeddings=False) for _ in range(2))
@@ -83,15 +92,22 @@ def test_each_module_is_solved_on_the_inputs_of_the_quantized_model(method, true
     assert report.block_weights == sum(sizes.values())  # of which one stays in floating point; lm_head is no block's
     assert report.quantized_weights == report.block_weights - sizes["1.self_attn.k_proj.weight"]
     for stage in stages:
-        x = {name: inputs_of(quantized, name, tokens) for name in stage}
+        x, states = {name: inputs_of(quantized, name, tokens) for name in stage}, {}
+        for name in stage:
+            block, leaf = name[:14], name[15:]
+            if leaf in ADDED_TO:
+                states[name] = [inputs_of(each, block + ADDED_TO[leaf], tokens) for each in (model, quantized)]
         for name in stage:
             weight, found = model.get_submodule(name).weight.detach(), solved[name]
             hessian = x[name].T @ x[name] / len(x[name])
             cross = (inputs_of(model, name, tokens) - x[name]).T @ x[name] / len(x[name])
+            drift = None
+            if name in states:
+                drift = ((states[name][0] - states[name][1]).T @ x[name] / len(x[name])).float()
             own = config
             if name == "model.layers.1.self_attn.q_proj":
                 own = gptqkit.QuantizeConfig(bits=3, group_size=-1, sym=False, method=method)
-            assert share_that_differs(solve(weight, hessian, cross, own), found) < 0.01
+            assert share_that_differs(solve(weight, hessian, cross, own, drift), found) < 0.01
             rounded = solve_rtn(weight, own.plain_rounding()).weight
             for each, reported in ((found, reports[name].error), (rounded, reports[name].rounding_error)):
                 lost = x[name] @ (weight - each.dequantize()).T.double()

@@ -1,11 +1,12 @@
 """How much RAM, GPU memory and disk a job needs, estimated from shapes before it starts; good to about a third.
 
 Of one Linear, weight (n, k), s bytes per number of the solver (4, or 8 with float64), p = 1 where hidden states are
-compared with the float model's (gptaq, qep, learned rounding), else 0:
+compared with the float model's (gptaq, qep, loaq, learned rounding), else 0:
 
     statistics   4 k^2 (1 + p)                          H and C, of one subset that shares an input, or of experts
                  4 n^2                                  with two_sided: F, of all Linears of a block, or of experts
     moments      4 k^2 (1 + p) + 4 n k                  their means; W in float32
+                 8 n k                                  with loaq: the sum and mean of D
     solver       s n k + s k^2 (3 + p)                  while H is factorized, and P is made, or
                  s n k (4 + p) + s k^2 (1 + p) + n k    in the sweep: W twice, Q, E, w when rounded; R, P; codes
                  9 s n k + s k^2 (2 + p)                while it is refined: also H; codes, Q, E, w as floats
@@ -47,7 +48,7 @@ from .loading import choose_device
 from .modes import in_plain_modes
 from .pipeline import PROBE
 from .quantizer.config import QuantizeConfig
-from .quantizer.methods import needs_calibration, needs_cross, pairs_models
+from .quantizer.methods import needs_calibration, needs_cross, needs_drift, pairs_models
 from .quantizer.rows import PARTS
 from .run import LARGEST_BATCH, Run
 from .settings import settings_of
@@ -313,7 +314,7 @@ def _solver_bytes(target: Target, cross: bool, *, calibrated: bool) -> int:
     (n, k), s = target.shape, 8 if target.config.float64 else 4
     if not calibrated:
         return 12 * n * k
-    moments = 4 * k * k * (1 + cross) + 4 * n * k
+    moments = 4 * k * k * (1 + cross) + 4 * n * k * (1 + 2 * needs_drift(target.config))
     factor = s * n * k + s * k * k * (3 + cross)
     rows = -(-n // PARTS) if target.config.two_sided else n
     sweep = s * rows * k * (4 + cross) + s * k * k * (1 + cross) + rows * k

@@ -27,7 +27,7 @@ from .learning import learn_block
 from .model import FloatModel
 from .progress import Progress, ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
-from .quantizer.methods import Solution, needs_cross, pairs_models
+from .quantizer.methods import Solution, needs_cross, needs_drift, pairs_models
 from .quantizer.quantized import QuantizedWeight
 from .report import BlockReport, ModuleReport, QuantizationReport, TuningReport
 from .run import Run
@@ -75,7 +75,8 @@ class Pipeline:
         self._metric: torch.Tensor | None = None
         self._tell(misfits(self.targets, self.left, config))
         self.calibrated = samples is not None
-        self.paired, self.cross = (self.calibrated and needs(config) for needs in (pairs_models, needs_cross))
+        needs = (pairs_models, needs_cross, needs_drift)
+        self.paired, self.cross, self.drift = (self.calibrated and each(config) for each in needs)
         self.batches = own_batches(model, samples or PROBE, processes, run)
         if job.records:
             self.batches.counts[job.records[-1]["excluded"]] = False
@@ -101,7 +102,7 @@ class Pipeline:
         if self.config.two_sided and self.calibrated and finished < layers:
             where = self.processes, self._run, self.job.out
             self._metric = measure_fisher(self.model, self.batches.samples, *where, self._progress)
-        how = {"paired": self.paired, "cross": self.cross, "skip": self.config.skip_nonfinite}
+        how = {"paired": self.paired, "cross": self.cross, "drift": self.drift, "skip": self.config.skip_nonfinite}
         streams = Streams(self.model, self.batches, self.processes, **how)
         with self.model.outside(self.device, self.dtype):
             for layer in range(streams.begin(self.job, self.dtype, self.place), layers):

@@ -32,8 +32,8 @@ class ModuleReport:
         damp_escalations: How often damping had to grow.
         dead_columns: Columns whose inputs were always zero.
         seconds: Time of the solver.
-        method: The method that solved it: "gptq" instead of "gptaq" or "qep" where an expert's inputs have no pairs in
-            the float model.
+        method: The method that solved it: "gptq" instead of what was asked for where an expert's inputs have no pairs
+            in the float model.
         tokens: Calibration tokens that reached it; None without calibration.
         prior_tokens: Tokens' worth of what all experts of the layer received, that filled up its statistics: an expert
             that few tokens are routed to is not left to these alone.

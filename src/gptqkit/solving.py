@@ -47,7 +47,8 @@ class Measured:
         if self.statistics is None:
             return None
         filled = self.statistics if self.pool is None else self.statistics.filled_up(self.pool)
-        return Moments(hessian=filled.hessian(), cross=filled.cross(), tokens=filled.tokens)
+        cross, drift = filled.cross(), filled.drift()
+        return Moments(hessian=filled.hessian(), cross=cross, drift=drift, tokens=filled.tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +97,8 @@ def solve_all(
                     moments, outputs = known[1], one.outputs.get(target.name)
                     if moments is not None and outputs is not None:
                         moments = dataclasses.replace(moments, outputs=outputs.to(processes.device))
+                    if moments is not None and moments.drift is not None:
+                        moments = dataclasses.replace(moments, drift=moments.drift[rows.start : rows.stop])
                     mine[number] = _solve(target, weight, moments)
         of_all = processes.gather(mine)
         for number, (one, target) in enumerate(chunk):

@@ -23,6 +23,7 @@ from .calibration.capture import (
     routed_tokens,
     routing,
     trace_inputs,
+    trace_sums,
     without_cache,
 )
 from .calibration.statistics import InputStatistics
@@ -42,8 +43,8 @@ BESIDE = "-beside"
 class Streams:
     """The hidden states of the quantized model and, for methods that pair them, of the float model.
 
-    What stands outside the blocks of `model` is there. With `cross`, statistics pair both models. With `skip`, samples
-    with non-finite activations are left out.
+    What stands outside the blocks of `model` is there. With `cross`, statistics pair both models, and with `drift` also
+    what outputs are added to. With `skip`, samples with non-finite activations are left out.
 
     Attributes:
         stacks: How the blocks are called, in the order of their numbers.
@@ -52,14 +53,23 @@ class Streams:
     """
 
     def __init__(
-        self, model: FloatModel, batches: Batches, processes: Processes, *, paired: bool, cross: bool, skip: bool
+        self,
+        model: FloatModel,
+        batches: Batches,
+        processes: Processes,
+        *,
+        paired: bool,
+        cross: bool,
+        drift: bool = False,
+        skip: bool,
     ) -> None:
         self.model, self.batches, self.processes = model, batches, processes
-        self.paired, self.cross, self.skip = paired, cross, skip
+        self.paired, self.cross, self.drift, self.skip = paired, cross, drift, skip
         self.caches: dict[str, ActivationCache] = {}
         self.handed: dict[str, Handed] = {}
         self.stacks: list[Stack] = []
         self._again: set[str] = set()  # Linears that a block calls several times
+        self._sums: dict[str, str] = {}  # of Linears whose outputs are added to what enters another module: this one
 
     def begin(self, job: Scratch, dtype: torch.dtype, place: str) -> int:
         """Find out how all blocks are called, and take up what was saved last; return the block that comes next."""
@@ -112,6 +122,7 @@ class Streams:
     def trace(self, layer: int, targets: list[Target]) -> list[Group]:
         """Find the order of the Linears of a block, and which of them share an input, by running one sample."""
         found: list[tuple[list[str], bool, bool]] = []
+        sums: dict[str, str] = {}
         if self.batches.mine and targets:  # processes without samples learn it from the others
             one = range(self.batches.mine.start, self.batches.mine.start + 1)
             block, hidden = self.model.blocks[layer], self._read("hidden", one, layer)
@@ -122,7 +133,11 @@ class Streams:
                 counts = [each.shape[:-1].numel() for each in received]
                 part = any(count != tokens and self.batches.stack_of(count, 1) is None for count in counts)
                 found.append((names, part, len(counts) > 1))
-        found = next(filter(None, self.processes.gather(found)), [])
+            if self.drift:
+                alone = [names[0] for names, part, several in found if len(names) == 1 and not (part or several)]
+                writing = {name: modules[name] for name in alone}
+                sums = trace_sums(block, writing, partial(self._run, self._call(one, layer), hidden, block))
+        found, self._sums = next((each for each in self.processes.gather((found, sums)) if each[0]), ([], {}))
         self._again = {name for names, _, several in found if several for name in names}
         return group_subsets(targets, [(names, part) for names, part, _ in found])
 
@@ -278,11 +293,13 @@ class Streams:
         for block, stream in ((self.model.blocks[layer], "hidden"), (twin, "float")):
             if block is None:
                 continue
-            modules = {target.inner: block.get_submodule(target.inner) for target in leaders}
+            hidden = self._read(stream, batch, layer)
+            names = [name for target in leaders for name in (target.inner, self._sums.get(target.inner)) if name]
+            modules = {name: block.get_submodule(name) for name in names}
             experts = {target.experts: block.get_submodule(target.experts) for target in leaders if target.experts}
             with routing(experts, impose=routes) as taken:
-                run = partial(self._call(batch, layer, stream), block, self._read(stream, batch, layer))
-                seen.append(capture_inputs(modules, run, self._again))
+                run = partial(self._call(batch, layer, stream), block, hidden)
+                seen.append({"": [hidden], **capture_inputs(modules, run, self._again)})
             routes = taken
         captured: dict[str, tuple[list[tuple[Tensor, ...]], Tensor | None]] = {}
         for target in leaders:
@@ -290,8 +307,11 @@ class Streams:
             tokens = None
             if routes and target.experts is not None and target.expert is not None:
                 tokens = routed_tokens(routes[target.experts][0], target.expert)[0]
-            calls = zip(*(each.get(target.inner, [none]) for each in seen), strict=True)
-            captured[target.inner] = list(calls), tokens
+            calls = list(zip(*(each.get(target.inner, [none]) for each in seen), strict=True))
+            if target.inner in self._sums and twin is not None:
+                quantized, plain = (each[self._sums[target.inner]][0] for each in seen)
+                calls = [(*calls[0], plain - quantized)]
+            captured[target.inner] = calls, tokens
         return captured
 
     def _head_inputs(self, batch: range) -> list[Tensor]:
@@ -376,7 +396,8 @@ class Streams:
         Experts that are modules of their own choose other tokens in the float model: nothing pairs them.
         """
         paired = self.cross and (target.expert is not None or not group.routed)
-        return InputStatistics(target.shape[1], self.batches.device, cross=paired)
+        drift = target.shape[0] if paired and target.inner in self._sums else 0
+        return InputStatistics(target.shape[1], self.batches.device, cross=paired, drift=drift)
 
 
 def _giving(values: Sequence[Any], written: Mapping[str, Mapping[Any, Any]]) -> Forward:

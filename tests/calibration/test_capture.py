@@ -12,6 +12,7 @@ from gptqkit.calibration.capture import (
     routed_tokens,
     routing,
     trace_inputs,
+    trace_sums,
 )
 from gptqkit.targets import find_blocks, is_matrix
 from support.models import MIXTURES, MODELS, OTHERS, build, samples
@@ -102,6 +103,45 @@ def test_linears_are_found_in_the_order_of_their_calls_with_what_they_share(name
         for inner in names:
             for [tensor] in (received, captured[inner]):
                 assert torch.equal(tensor, expected[inner])
+
+
+BEFORE_MLP = {"self_attn.o_proj": "", "mlp.down_proj": "post_attention_layernorm"}
+# What outputs of Linears of the first block are added to, as it enters the block ("") or another module.
+SUMS = {
+    "llama": BEFORE_MLP,
+    "phi3": BEFORE_MLP,
+    "gpt2": {"attn.c_proj": "", "mlp.c_proj": "ln_2"},
+    "opt": {"self_attn.out_proj": "", "fc2": "final_layer_norm"},  # as rows of all samples
+    "bert": {"attention.output.dense": "", "output.dense": "intermediate"},
+    "falcon": {"mlp.dense_4h_to_h": ""},  # to which attention's are added later
+    "gemma3": {},  # normalized before they are added
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", SUMS)
+def test_it_is_found_what_outputs_are_added_to(name):
+    model, batch = build(name), batch_of(padded=False)
+    [named] = find_blocks(model)
+    blocks = nn.ModuleList(named.values())
+    modules = {inner: module for inner, module in blocks[0].named_modules() if is_matrix(module)}
+    call = block_call(model, blocks, batch, [])
+    assert trace_sums(blocks[0], modules, lambda: first(call(blocks[0], call.hidden))) == SUMS[name]
+
+
+@torch.no_grad()
+def test_sums_that_are_written_over_are_none():
+    block = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abc"})
+
+    def run():
+        x = torch.ones(2, 4)
+        block["a"](x)
+        y = x + block["b"](x)
+        z = y * 2
+        y += block["c"](z)
+        return y
+
+    assert trace_sums(block, {name: block[name] for name in "abc"}, run) == {}
 
 
 def test_what_is_written_over_in_place_is_another_input_and_a_run_ends_when_all_were_called():

@@ -14,9 +14,12 @@ def streams(tokens=4000, columns=48):
 @pytest.mark.parametrize("split", [[4000], [1, 3999], [100] * 40])
 def test_streaming_equals_one_product_in_double_precision(split):
     x, x_float = streams()
-    statistics = InputStatistics(48, torch.device("cpu"), cross=True)
-    for part, part_float in zip(x.split(split), x_float.split(split), strict=True):
-        statistics.update(part, part_float)
+    apart = torch.randn(4000, 20, generator=torch.Generator().manual_seed(1)) + x[:, :20]
+    statistics = InputStatistics(48, torch.device("cpu"), cross=True, drift=20)
+    for parts in zip(x.split(split), x_float.split(split), apart.split(split), strict=True):
+        statistics.update(*parts)
+    exact_drift = apart.double().T @ x.double() / 4000
+    assert float((statistics.drift() - exact_drift).norm() / exact_drift.norm()) < 1e-6
     exact = x.double().T @ x.double() / 4000
     exact_cross = (x_float - x).double().T @ x.double() / 4000
     assert float((statistics.hessian() - exact).norm() / exact.norm()) < 1e-6

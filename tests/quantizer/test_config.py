@@ -118,7 +118,8 @@ def test_defaults_that_depend_on_other_settings():
     assert QuantizeConfig(method="rtn").grid == "minmax"
     assert QuantizeConfig().quality == "balanced"
     assert QuantizeConfig(method="gptq").quality == "fast"
-    assert [QuantizeConfig(method=name).alpha for name in ("rtn", "gptq", "gptaq", "qep")] == [None, None, 0.25, 0.5]
+    alphas = {"rtn": None, "gptq": None, "gptaq": 0.25, "qep": 0.5, "loaq": 0.5}
+    assert {name: QuantizeConfig(method=name).alpha for name in alphas} == alphas
     assert QuantizeConfig(method="qep", alpha=0.75).plain_rounding().alpha is None
     assert QuantizeConfig(quality="best").tune_epochs > QuantizeConfig(quality="best", type="Q4_K_M").tune_epochs == 0
 

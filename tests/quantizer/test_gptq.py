@@ -13,7 +13,7 @@ from gptqkit.quantizer.grid import IntegerZeroPoint
 from gptqkit.quantizer.methods import Moments
 from gptqkit.quantizer.order import column_order
 from support.reference import correlated, damped, moments, nearest_plane, textbook_gptq
-from support.solvers import solve_gptaq, solve_gptq, solve_qep, solve_rtn
+from support.solvers import solve_gptaq, solve_gptq, solve_loaq, solve_qep, solve_rtn
 
 ORDERS = {
     "natural": {"act_group_aware": False},
@@ -219,13 +219,36 @@ def test_qep_is_gptq_of_the_weight_that_makes_up_for_earlier_layers(order):
     torch.testing.assert_close(corrected, torch.linalg.lstsq(torch.cat([inputs, ridge]), wanted).solution.T)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_loaq_also_makes_up_for_what_outputs_are_added_to(order):
+    """Of W + alpha (W C + D) inv(H), with strength 1 the least-squares solution of W* x = W x~ + r~ - r."""
+    weight, inputs = correlated(24, 96, 800)
+    float_inputs = inputs + 0.3 * correlated(24, 96, 800, seed=1)[1]
+    apart = 0.2 * inputs @ correlated(24, 96, 800, seed=2)[0].T + correlated(8, 24, 800, seed=3)[1]  # r~ - r
+    hessian, cross = moments(inputs), (float_inputs - inputs).T @ inputs / len(inputs)
+    drift = apart.T @ inputs / len(inputs)
+    for alpha in (0.5, 1.0):
+        settings = config(method="loaq", block_size=32, alpha=alpha, **ORDERS[order])
+        found = solve_loaq(weight, hessian, cross, drift, settings).weight
+        corrected = weight + alpha * (weight @ cross + drift) @ torch.linalg.inv(damped(hessian))
+        expected = solve_gptq(corrected, hessian, settings).weight
+        assert torch.equal(found.codes, expected.codes)
+        torch.testing.assert_close(found.scale, expected.scale, rtol=0, atol=0)
+    ridge = (0.01 * hessian.diagonal().mean() * len(inputs)).sqrt() * torch.eye(96, dtype=torch.float64)
+    wanted = torch.cat([float_inputs @ weight.T + apart, ridge @ weight.T])
+    torch.testing.assert_close(corrected, torch.linalg.lstsq(torch.cat([inputs, ridge]), wanted).solution.T)
+    alone = solve_loaq(weight, hessian, cross, None, settings).weight
+    assert torch.equal(alone.codes, solve_qep(weight, hessian, cross, settings).weight.codes)
+
+
 def test_methods_that_share_moments_do_not_share_corrections():
     """What one prepares for all weights with its inputs is not what another needs."""
     weight, inputs = correlated(24, 96, 800)
     hessian, cross = moments(inputs), 0.05 * correlated(96, 96, 1, seed=2)[0]
-    together = Moments(hessian=hessian, cross=cross)
-    for solve in (gptq.solve_gptq, gptq.solve_gptaq, gptq.solve_qep, gptq.solve_gptq):
-        alone = Moments(hessian=hessian, cross=cross)
+    known = {"hessian": hessian, "cross": cross, "drift": 0.05 * correlated(24, 96, 1, seed=3)[0]}
+    together = Moments(**known)
+    for solve in (gptq.solve_gptq, gptq.solve_gptaq, gptq.solve_loaq, gptq.solve_qep, gptq.solve_gptq):
+        alone = Moments(**known)
         found, expected = (
             solve(weight, given, config(method="qep"), IntegerZeroPoint()).weight for given in (together, alone)
         )

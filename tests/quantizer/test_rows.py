@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from gptqkit.errors import ConfigError, ShapeError
-from gptqkit.quantizer import gptq
 from gptqkit.quantizer.config import QuantizeConfig
-from gptqkit.quantizer.methods import Moments
+from gptqkit.quantizer.methods import Moments, find_method
 from gptqkit.quantizer.rows import PARTS
 from support.reference import correlated, damped, moments, textbook_gptq
 from support.solvers import snap_of
@@ -29,10 +28,9 @@ def config(**changes):
     return QuantizeConfig(**{"method": "gptq", **usual, **changes})
 
 
-def solve(weight, hessian, outputs, settings, cross=None):
-    known = Moments(hessian=hessian, cross=cross, outputs=outputs)
-    method = {"gptq": gptq.solve_gptq, "gptaq": gptq.solve_gptaq, "qep": gptq.solve_qep}[settings.method]
-    return method(weight, known, settings, snap_of(settings))
+def solve(weight, hessian, outputs, settings, cross=None, drift=None):
+    known = Moments(hessian=hessian, cross=cross, drift=drift, outputs=outputs)
+    return find_method(settings.method).solve(weight, known, settings, snap_of(settings))
 
 
 def loss(target, weight, hessian, outputs):
@@ -40,16 +38,19 @@ def loss(target, weight, hessian, outputs):
     return float((damped(outputs) @ lost @ damped(hessian) * lost).sum())
 
 
-@pytest.mark.parametrize("method", ["gptq", "qep"])
+@pytest.mark.parametrize("method", ["gptq", "qep", "loaq"])
 def test_codes_equal_those_of_the_textbook_loop_over_all_weights(method):
     """Row by row, those that weigh most first, on the grids that the solver chose."""
     weight, hessian, outputs = problem(PARTS)
-    settings, cross = config(method=method), None
-    target = weight
-    if method == "qep":
-        cross = 0.3 * torch.randn(COLUMNS, COLUMNS, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-        target = weight + settings.alpha * weight @ cross @ torch.linalg.inv(damped(hessian))
-    solved = solve(weight, hessian, outputs, settings, cross).weight
+    settings, cross, drift = config(method=method), None, None
+    target, generator = weight, torch.Generator().manual_seed(5)
+    if method != "gptq":
+        cross, drift = (
+            0.3 * torch.randn(rows, COLUMNS, generator=generator, dtype=torch.float64) for rows in (COLUMNS, PARTS)
+        )
+        moved = weight @ cross + drift * (method == "loaq")
+        target = weight + settings.alpha * moved @ torch.linalg.inv(damped(hessian))
+    solved = solve(weight, hessian, outputs, settings, cross, drift).weight
     rows = outputs.diagonal().argsort(descending=True)
     order = (rows[:, None] * COLUMNS + torch.arange(COLUMNS)).flatten()
     grid = solved.scale.double().repeat_interleave(16, 1), solved.zero_point().double().repeat_interleave(16, 1)
@@ -57,7 +58,7 @@ def test_codes_equal_those_of_the_textbook_loop_over_all_weights(method):
     scale, zero = (each.reshape(1, -1) for each in grid)
     expected = textbook_gptq(target.reshape(1, -1), both, order, scale, zero, 3)
     assert torch.equal(solved.codes.double(), expected.view(PARTS, COLUMNS))
-    alone = solve(weight, hessian, None, settings, cross).weight
+    alone = solve(weight, hessian, None, settings, cross, drift).weight
     assert int((alone.codes != solved.codes).sum()) > 20
 
 

@@ -24,6 +24,10 @@ def solve_qep(weight, hessian, cross, config):
     return gptq.solve_qep(weight, Moments(hessian=hessian, cross=cross), config, snap_of(config))
 
 
+def solve_loaq(weight, hessian, cross, drift, config):
+    return gptq.solve_loaq(weight, Moments(hessian=hessian, cross=cross, drift=drift), config, snap_of(config))
+
+
 def solve_rtn(weight, config, hessian=None):
     moments = None if hessian is None else Moments(hessian=hessian)
     return gptq.solve_rtn(weight, moments, config, snap_of(config))
