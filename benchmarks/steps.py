@@ -37,6 +37,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "qep": {"method": "qep", "refine_rounds": 0},
     "qep + sim": {"method": "qep", "grid": "sim", "refine_rounds": 0},
     "qep + sim + refined": {"method": "qep", "grid": "sim"},
+    "loaq + sim + refined": {"method": "loaq", "grid": "sim"},
     "qep + sim + refined + two-sided": {"method": "qep", "grid": "sim", "two_sided": True},
     "balanced": {"quality": "balanced"},
     "balanced + two-sided": {"quality": "balanced", "two_sided": True},
