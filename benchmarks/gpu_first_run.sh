@@ -10,11 +10,12 @@
 #           table of all products; the host's cost of a call
 #   third   speed of a model of 8B shapes; tests of whole models; quantizing blocks of 8B shapes; the solver's times;
 #           compute-sanitizer's memcheck and racecheck on our kernels
-# Nothing needs to be installed but torch and pytest; tests of whole models need transformers as in pyproject.toml and
-# gguf too: of wheels, `pip install --target FOLDER`, and FOLDER in PYTHONPATH. PYTHON is the interpreter. A machine that
-# forgets between calls builds the library again, which takes about a minute, unless it is brought along, built by
-# `kernels/build.py kernels/libgptqkit.so --arch 90` on any machine with nvcc. DEADLINE is how many seconds a call may
-# take, 570 if nothing is said: less where the machine is taken away sooner, so that the summary is still written.
+# Nothing needs to be installed but torch, numpy, regex and pytest; tests and quantizing of the third call need
+# transformers as in pyproject.toml and gguf too: of wheels, `pip install --target FOLDER`, and FOLDER in PYTHONPATH.
+# PYTHON is the interpreter. A machine that forgets between calls builds the library again, which takes about a minute,
+# unless it is brought along, built by `kernels/build.py kernels/libgptqkit.so --arch 90` on any machine with nvcc.
+# DEADLINE is how many seconds a call may take, 570 if nothing is said: less where the machine is taken away sooner, so
+# that the summary is still written.
 #
 # OUT (benchmarks/results) gets CALL.txt, with a line per step as soon as it has ended, CALL.log, with the last megabyte
 # of what each step said, and the steps' own files, which they write as they go. Every step has its own limit of time. A
@@ -89,7 +90,7 @@ fi
 case $call in
 first)
     step subnormals 60 "$python" -m pytest -p no:cacheprovider -W default -m gpu -v --tb=short -k unit_inputs tests/kernels/test_cuda.py
-    tests 120 -m gpu tests/kernels/test_{cuda,streams,sweep}.py
+    tests 120 -m gpu tests/kernels/test_{cuda,streams,sweep}.py tests/quantizer/test_rows.py
     step gemm 200 "$python" benchmarks/gemm.py --out "$out" --bits 4 --dtypes float16 --shapes 8192x28672 4096x4096
     if ncu=$(find_tool ncu); then
         # Share of the memory's and the tensor cores' speed, and what warps wait for, of three kernels.
@@ -109,7 +110,7 @@ second)
 third)
     step model 220 "$python" benchmarks/model.py --out "$out" --batches 1 16 --minutes 3
     step quantizing 120 "$python" benchmarks/quantizing.py --out "$out"
-    tests 160 -m "gpu and not slow" tests/test_gpu.py
+    tests 160 -m "gpu and not slow" tests/test_gpu.py tests/test_transformers.py tests/export/test_bits.py
     step solver 60 "$python" benchmarks/solver.py --repeats 2 --json "$out/solver-gpu.json"
     sanitizer=$(find_tool compute-sanitizer)
     for tool in memcheck racecheck; do

@@ -19,6 +19,7 @@ BITS = (2, 3, 4, 8)
 DTYPES = (torch.float16, torch.bfloat16)
 ROWS = (1, 16, 24, 70)  # one for each kernel
 SPLITS = (1, 3)
+GRIDS = ((16, False), (32, False), (128, False), (32, True))  # groups, and whether offsets are no zero points
 COLUMNS = (48, 256)  # the second needs more shared memory than every block may have
 LARGE = (8192, 28672)  # out, in
 OUTPUTS, INPUTS = 96, 416  # one and a half tiles, six and a half units
@@ -27,8 +28,8 @@ OUTPUTS, INPUTS = 96, 416  # one and a half tiles, six and a half units
 def run_products(device: torch.device) -> None:
     """Every gemm kernel and dequantize."""
     for bits in BITS:
-        for group_size in (16, 32, 128):
-            layer = random_operands(OUTPUTS, INPUTS, bits=bits, group_size=group_size, device=device)
+        for group_size, free in GRIDS:
+            layer = random_operands(OUTPUTS, INPUTS, bits=bits, group_size=group_size, device=device, free=free)
             tensors, sizes = layer[:3], layer[4:]
             for dtype in DTYPES:
                 torch.ops.gptqkit.dequantize(*tensors, *sizes, INPUTS, dtype)

@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -138,6 +139,21 @@ def test_the_first_run_starts_nothing_for_which_no_time_is_left(root, tmp_path):
     ended = [f"{name}: status 0 after" for name in ("gpu", "torch", "tune")]
     assert [line.rsplit(maxsplit=2)[0] for line in found[:3]] == ended
     assert found[3] == "gemm: skipped, no time is left"
+
+
+def test_the_first_run_has_every_test_that_needs_a_gpu(root, tmp_path):
+    for name, script in {"nvidia-smi": "", "python": f'echo "$*" >> {tmp_path}/ran'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    settings = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": "python"}
+    for call in ("first", "third"):
+        command = ["bash", root / "benchmarks" / "gpu_first_run.sh", call, tmp_path]
+        subprocess.run(command, env=os.environ | settings, timeout=15, capture_output=True, check=True)
+    ran = (tmp_path / "ran").read_text()
+    marked = re.compile(r"mark\.gpu\b|^def test_.*[(, ]gpu[,)]", re.MULTILINE)
+    files = [file for file in (root / "tests").rglob("test_*.py") if marked.search(file.read_text(encoding="utf-8"))]
+    assert len(files) > 3
+    assert [str(file.relative_to(root)) for file in files if f" {file.relative_to(root)}\n" not in ran] == []
 
 
 def test_without_a_gpu_they_say_so(root, monkeypatch):
