@@ -89,9 +89,9 @@ class Batches:
     ) -> list[Tensor]:
         """Return the rows of what a module receives that count: no padding, no samples left out.
 
-        `streams` is what it receives, (..., in), then perhaps the same in the float model, and how far apart
-        both are in what its outputs are added to. `tokens` says which of the batch's tokens each row is, where that is
-        known and not simply all of them in order; `routed`, that these are some tokens only, as experts receive them. With
+        `streams` is what it receives, (..., in), then perhaps the same in the float model, and how far apart both are
+        in what its outputs are added to. `tokens` says which of the batch's tokens each row is, where that is known and
+        not simply all of them in order; `routed`, that these are some tokens only, as experts receive them. With
         `skip`, samples with NaN or infinity do not count any more.
 
         Raises:

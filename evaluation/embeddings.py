@@ -9,7 +9,6 @@ are alike then, and any two models differ little.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch.nn import functional
 
 from ..errors import ArchitectureError, NonFiniteError, ShapeError
 from ..progress import Progress, ProgressCallback, silent
+from ..settings import Plain
 from .perplexity import in_batches
 
 Pooling: TypeAlias = Literal["mean", "cls", "lasttoken"]
@@ -31,7 +31,7 @@ RANKED = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbeddingScores:
+class EmbeddingScores(Plain):
     """What was measured.
 
     Attributes:
@@ -56,10 +56,6 @@ class EmbeddingScores:
     pooling: str
     seconds: float
     backend: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return dataclasses.asdict(self)
 
 
 @torch.inference_mode()

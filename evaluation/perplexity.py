@@ -10,7 +10,6 @@ Perplexity is exp(sum of losses / number of predicted tokens), with a float32 lo
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +25,7 @@ from ..calibration.halves import model_inputs, parts_of
 from ..calibration.samples import Samples
 from ..errors import CalibrationError, ConfigError, NonFiniteError, ShapeError
 from ..progress import Progress, ProgressCallback, silent
+from ..settings import Plain
 
 _Item = TypeVar("_Item")
 
@@ -34,7 +34,7 @@ CHUNK = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scores:
+class Scores(Plain):
     """What was measured.
 
     Attributes:
@@ -60,10 +60,6 @@ class Scores:
     kl_divergence: float | None = None
     top1_agreement: float | None = None
     backend: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return dataclasses.asdict(self)
 
 
 @torch.inference_mode()

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..errors import CheckpointError
+from ..settings import Plain
 from .checkpoint import Checkpoint, open_checkpoint
 from .shards import same_bits
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerDifference:
+class LayerDifference(Plain):
     """One layer or tensor that is not the same in two checkpoints.
 
     Attributes:
@@ -34,10 +33,6 @@ class LayerDifference:
     codes: float | None = None
     scales: float | None = None
     distance: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return dataclasses.asdict(self)
 
 
 def diff(first: Path | str, second: Path | str) -> list[LayerDifference]:

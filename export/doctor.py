@@ -6,7 +6,6 @@ whether groups are in order; shapes say bits and group size. Codes, scales and a
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from ..errors import CheckpointError, ConfigError, ConversionError, ShapeError
 from ..hub import at_home, fetch
 from ..modes import in_plain_modes
 from ..quantizer.quantized import trivial_index
+from ..settings import Plain
 from .bits import pack, unpack
 from .checkpoint import REPORT, Checkpoint, read_quantization_config, whole_checkpoint
 from .convert import check_apart, fill, update_report, write_quantization_config
@@ -54,7 +54,7 @@ class Damage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagnosis:
+class Diagnosis(Plain):
     """What `doctor` found.
 
     Attributes:
@@ -66,10 +66,6 @@ class Diagnosis:
     damage: tuple[Damage, ...]
     notes: tuple[str, ...] = ()
     written: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return dataclasses.asdict(self)
 
 
 @dataclass

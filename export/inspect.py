@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ..errors import ConfigError
-from ..settings import did_you_mean
+from ..settings import Plain, did_you_mean
 from .bits import unpack
 from .checkpoint import Checkpoint, matrices, open_checkpoint
 from .formats import find_quantization
@@ -19,7 +17,7 @@ from .readers import Facts, Reader, readers_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointSummary:
+class CheckpointSummary(Plain):
     """What `inspect` finds.
 
     Attributes:
@@ -67,10 +65,6 @@ class CheckpointSummary:
             names = [reader.name for reader in self.readers]
             raise ConfigError(f"{name!r} is none of {', '.join(names)}{did_you_mean(name, names)}")
         return found[0]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return dataclasses.asdict(self)
 
 
 def inspect(path: Path | str, *, revision: str | None = None, tensor_parallel: int = 1) -> CheckpointSummary:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from .hub import fetch
 from .memory import checkpoint_bytes
 from .modes import in_plain_modes
 from .quantizer.config import QuantizeConfig
-from .settings import bytes_of, did_you_mean
+from .settings import Plain, bytes_of, did_you_mean
 from .targets import Target, find_blocks, find_targets
 from .units import size_text
 
@@ -49,7 +48,7 @@ Of the example model on WikiText-2, by --quality fast: benchmarks/results/qualit
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class Choice(Plain):
     """One way of quantizing a model.
 
     Attributes:
@@ -81,10 +80,6 @@ class Choice:
     perplexity: float | None
     warnings: tuple[str, ...]
     command: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return dataclasses.asdict(self)
 
 
 @in_plain_modes

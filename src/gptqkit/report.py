@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import CheckpointError, ConfigError
 from .quantizer.config import QuantizeConfig
+from .settings import Plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class TuningReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizationReport:
+class QuantizationReport(Plain):
     """A quantization as a whole.
 
     Attributes:
@@ -135,10 +135,6 @@ class QuantizationReport:
     blocks: list[BlockReport] = field(default_factory=list, repr=False)
     tuning: TuningReport | None = None
     perplexity: list[dict[str, Any]] = field(default_factory=list, repr=False)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> QuantizationReport:

@@ -14,6 +14,14 @@ from .units import parse_size
 T = TypeVar("T")
 
 
+class Plain:
+    """A dataclass of plain values."""
+
+    def to_dict(self: Any) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return dataclasses.asdict(self)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return the question, to be put at the end of a message, or nothing where no name is alike.
 
