@@ -40,7 +40,7 @@ CASES = [
     ("qwen2", {"method": "gptaq", "true_sequential": False}, "disk"),
     pytest.param(("mixtral", {"method": "gptq"}, "device"), marks=pytest.mark.slow),
     ("gpt_oss", {"method": "gptaq"}, "device"),
-    ("llama", {"method": "qep", "grid": "sim"}, "auto"),
+    ("llama", {"method": "loaq", "grid": "sim"}, "auto"),
     ("llava", {"method": "gptaq"}, "auto"),
     ("bert", {"method": "gptq"}, "auto"),
     ("mamba", {"method": "gptq"}, "disk"),  # adds up in float32, also in bfloat16

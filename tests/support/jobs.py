@@ -31,7 +31,7 @@ MODELS = {
 CASES = {  # model, settings, how it is run
     "gptq": ("mistral", {"desc_act": True}, {}),
     "gptaq": ("mistral", {"method": "gptaq", "lm_head": True}, {"activations": "device"}),
-    "disk": ("mistral", {"method": "gptaq", "true_sequential": False}, {"activations": "disk"}),
+    "disk": ("mistral", {"method": "loaq", "true_sequential": False}, {"activations": "disk"}),
     "experts": ("mixtral", {"method": "gptaq", "format": "gptq"}, {"shard_size": 60000}),
     "learned": ("mistral", {"learn_iterations": 3, "two_sided": True}, {"activations": "disk"}),
     "padded": ("broken", {"skip_nonfinite": True}, {}),
