@@ -38,6 +38,7 @@ SMALLEST_GROUP = 32
 _Way: TypeAlias = tuple[int, int | None]  # bits, and columns per group
 PLAIN: Mapping[str, Any] = {"grid": "mse", "refine_rounds": 0, "two_sided": False, "learn_iterations": 0}
 """How candidates are solved: better ways choose alike."""
+_CHOSEN = re.compile(r"\^(\w|\\.|\+)+\$")  # as `_pattern` writes them
 
 
 @torch.no_grad()
@@ -80,6 +81,12 @@ def with_chosen_bits(
         if (candidate.bits, candidate.group_size) != (target.config.bits, target.config.group_size)
     }
     return dataclasses.replace(config, overrides={**config.overrides, **overrides})
+
+
+def with_chosen_before(config: QuantizeConfig, before: QuantizeConfig) -> QuantizeConfig:
+    """Return the settings with the overrides that `with_chosen_bits` added to those of `before`, by their patterns."""
+    chosen = {pattern: own for pattern, own in before.overrides.items() if _CHOSEN.fullmatch(pattern)}
+    return dataclasses.replace(config, overrides={**config.overrides, **chosen, **config.overrides})
 
 
 def sensitivities(
