@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-from gptqkit import QuantizeConfig, Run, imatrix, inspect, load
+from gptqkit import QuantizeConfig, Run, imatrix, inspect, load, plan
 from gptqkit.calibration.samples import Samples
 from gptqkit.distributed import Processes
 from gptqkit.errors import ConfigError, DoesNotFitError, NonFiniteError, OutputExistsError
@@ -219,6 +219,9 @@ def test_what_cannot_be_chosen(tmp_path):
         )
     with pytest.raises(ConfigError, match="one setting"):
         quantize(build("qwen2"), tmp_path / "out", bits=4, format="awq", target_bits=3.5)
+    build("qwen2").save_pretrained(tmp_path / "float")
+    with pytest.raises(ConfigError, match="one setting"):
+        plan(tmp_path / "float", config={"format": "awq", "target_bits": 3.5})
 
 
 def test_it_does_not_matter_where_a_sample_is_left_out(tmp_path):

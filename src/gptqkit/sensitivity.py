@@ -102,10 +102,6 @@ def sensitivities(
 
     Arguments and errors are those of `with_chosen_bits`.
     """
-    if find_format(config.format).uniform:
-        raise ConfigError(
-            f"{config.format} knows one setting of bits for all; leave target_bits and target_size out, or use gptq_v2"
-        )
     blocks = dict(zip(source.paths, source.blocks, strict=True))
     targets, left = find_targets(source.model, blocks, config)
     tell(misfits(targets, left, config), strict=run.strict, log=False)
