@@ -222,6 +222,9 @@ def test_what_cannot_be_chosen(tmp_path):
     build("qwen2").save_pretrained(tmp_path / "float")
     with pytest.raises(ConfigError, match="one setting"):
         plan(tmp_path / "float", config={"format": "awq", "target_bits": 3.5})
+    for target in ({"target_bits": 2.01}, {"target_size": 1000}):
+        with pytest.raises(ConfigError, match="but the smallest widths make"):
+            plan(tmp_path / "float", config=target)
 
 
 def test_it_does_not_matter_where_a_sample_is_left_out(tmp_path):

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from .calibration.samples import Samples
 from .distributed import Processes
@@ -105,13 +106,9 @@ def sensitivities(
     blocks = dict(zip(source.paths, source.blocks, strict=True))
     targets, left = find_targets(source.model, blocks, config)
     tell(misfits(targets, left, config), strict=run.strict, log=False)
-    head = find_head(source.model, config)
-    every = [target for own in [*targets, [head] if head else []] for target in own]
-    whole = sum(checkpoint_bytes(source.model, every, config))  # later, they are not tied, nor in their dtype
+    whole = bytes_as_asked(source.model, targets, config)  # later, they are not tied, nor in their dtype
     if config.chooses_bits:  # a target that is out of reach shows before any work
-        free = [each for own in targets for each in own if config.override_of(each.name) is None]
-        lossless = {each.name: _candidates([each], dict.fromkeys(_ways([each]), 0.0), config) for each in free}
-        budget = _budget(whole, free, lossless, config)
+        budget, free = reachable(source.model, targets, config)
         floats = 8 * source.dtype.itemsize * sum(each.weights for each in free)
         if config.target_size is not None and not config.overrides and 0 < floats <= budget:
             asked = size_text(config.target_size)
@@ -126,6 +123,21 @@ def sensitivities(
         if processes.rank == 0:
             progress(Progress(stage="choose bits", done=layer + 1, total=len(targets), layer=layer))
     return parts, members, whole
+
+
+def bytes_as_asked(model: PreTrainedModel, targets: Sequence[list[Target]], config: QuantizeConfig) -> int:
+    """Return the bytes of a checkpoint whose Linears all have the bits asked for."""
+    head = find_head(model, config)
+    return sum(checkpoint_bytes(model, [each for own in [*targets, [head] if head else []] for each in own], config))
+
+
+def reachable(
+    model: PreTrainedModel, targets: Sequence[list[Target]], config: QuantizeConfig
+) -> tuple[float, list[Target]]:
+    """Return the bits that may be given to Linears, and these; ConfigError where the smallest widths take more."""
+    free = [each for own in targets for each in own if config.override_of(each.name) is None]
+    lossless = {each.name: _candidates([each], dict.fromkeys(_ways([each]), 0.0), config) for each in free}
+    return _budget(bytes_as_asked(model, targets, config), free, lossless, config), free
 
 
 def _name(candidate: Candidate) -> str:
