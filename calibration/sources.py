@@ -105,6 +105,10 @@ def _is_file(item: Any) -> bool:
 
 def _open_files(paths: Sequence[Path], column: str | None) -> Documents:
     name = ", ".join(map(str, paths[:4])) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+    missing = next((path for path in paths if not path.exists()), None)
+    if missing is not None:
+        several = "; where several sources are given, each must be one" if len(paths) > 1 else ""
+        raise DatasetUnavailableError(f"there is no file or folder {missing}{several}")
     files = [file for path in paths for file in _list_files(path)]
     documents = (
         document for file in files for document in Reader(str(file), column).documents(_read_file(file, column))
@@ -114,8 +118,6 @@ def _open_files(paths: Sequence[Path], column: str | None) -> Documents:
 
 def _list_files(path: Path) -> list[Path]:
     """Return the file itself, or every readable file of a folder and its subfolders, sorted by path."""
-    if not path.exists():
-        raise DatasetUnavailableError(f"there is no file or folder {path}")
     inside = path.rglob("*") if path.is_dir() else [path]
     files = sorted(file for file in inside if file.suffix.lower() in ENDINGS and file.is_file())
     if not files:

@@ -147,7 +147,8 @@ def _open_file(path: Path) -> Checkpoint:
     layers = _layers(tensors, declared)
     if layers:
         first = next(iter(layers.values()))
-        declared = dataclasses.replace(declared, bits=first.bits, group_size=first.group_size, sym=first.sym)
+        sym = all(spec.sym for spec in layers.values())
+        declared = dataclasses.replace(declared, bits=first.bits, group_size=first.group_size, sym=sym)
     values = {"quant_method": "gguf"}
     return Checkpoint(path=path, quantization_config=values, declared=declared, layers=layers, tensors=tensors)
 

@@ -26,6 +26,13 @@ from transformers.core_model_loading import (
 from .modules import FUSED
 
 
+def stored_parts(model: PreTrainedModel) -> dict[str, str]:
+    """Return what files call parts of names that transformers renames, such as ".block_sparse_moe." for ".mlp."."""
+    entries = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
+    pairs = [(entry.target_patterns[0], entry.source_patterns[0]) for entry in entries]
+    return {new: old for new, old in pairs if all(re.fullmatch(r"(\.\w+)+\.", part) for part in (new, old))}
+
+
 class StoredNames:
     """What the tensors of a model are called in its files.
 

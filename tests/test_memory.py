@@ -285,7 +285,7 @@ def test_sizes_that_are_chosen_are_those_of_the_plan(folder):
 
     assert size(target_bits=3.5, overrides={"proj": {"bits": 8}}) == size(bits=8)
     assert size(bits=3) < size(target_bits=3.7) < size(bits=4)  # of which scales are a quarter of a bit
-    assert size(target_size=1 << 20) == 1 << 20
+    assert size(target_size=1 << 21) == 1 << 21
 
 
 def test_a_plan_refuses_what_the_job_would(folder):

@@ -99,6 +99,7 @@ def test_layouts_that_leave_layers_in_floating_point_come_last(tmp_path):
             ConfigError,
             "loads this model in no format: .*causal language models",
         ),
+        (transformers.MixtralConfig(**SIZE), "gptqmodel", ConfigError, "looks for experts under other names"),
         (transformers.FalconConfig(**SIZE), "llama.cpp", ArchitectureError, "'falcon' are not written as GGUF"),
         (transformers.LlamaConfig(**SIZE), "lama.cpp", ConfigError, "did you mean llama.cpp"),
         (transformers.LlamaConfig(**SIZE), "vllm", ConfigError, "context is 65; this model takes 1 to 64 tokens"),

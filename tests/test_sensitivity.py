@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-from gptqkit import QuantizeConfig, Run, imatrix, inspect, load
+from gptqkit import QuantizeConfig, Run, imatrix, inspect, load, plan
 from gptqkit.calibration.samples import Samples
 from gptqkit.distributed import Processes
-from gptqkit.errors import ConfigError, DoesNotFitError, NonFiniteError
+from gptqkit.errors import ConfigError, DoesNotFitError, NonFiniteError, OutputExistsError
 from gptqkit.model import FloatModel
 from gptqkit.progress import silent
 from gptqkit.sensitivity import sensitivities
@@ -182,6 +182,9 @@ def test_overrides_stand_and_a_finished_job_is_known_again(tmp_path):
     assert inspect(tmp_path / "out").bits.keys() >= {8}
     again = quantize(model, tmp_path / "out", samples(8), **settings, run={"resume": True}).report
     assert again.config == report.config
+    for overrides in ({}, {"o_proj": {"bits": 4}}, {"o_proj": {"bits": 8}, "down_proj": {"skip": True}}):
+        with pytest.raises(OutputExistsError, match=r"another job's: config\.overrides"):
+            quantize(model, tmp_path / "out", samples(8), **{**settings, "overrides": overrides}, run={"resume": True})
 
 
 def test_experts_of_a_layer_are_chosen_by_one_pattern_and_overrides_come_before_it(tmp_path):
@@ -216,6 +219,12 @@ def test_what_cannot_be_chosen(tmp_path):
         )
     with pytest.raises(ConfigError, match="one setting"):
         quantize(build("qwen2"), tmp_path / "out", bits=4, format="awq", target_bits=3.5)
+    build("qwen2").save_pretrained(tmp_path / "float")
+    with pytest.raises(ConfigError, match="one setting"):
+        plan(tmp_path / "float", config={"format": "awq", "target_bits": 3.5})
+    for target in ({"target_bits": 2.01}, {"target_size": 1000}):
+        with pytest.raises(ConfigError, match="but the smallest widths make"):
+            plan(tmp_path / "float", config=target)
 
 
 def test_it_does_not_matter_where_a_sample_is_left_out(tmp_path):

@@ -52,7 +52,7 @@ from .quantizer.config import QuantizeConfig
 from .quantizer.methods import find_method, needs_calibration
 from .report import QuantizationReport
 from .run import PLACES, Run
-from .sensitivity import with_chosen_bits
+from .sensitivity import with_chosen_before, with_chosen_bits
 from .settings import settings_of
 
 _LOG = logging.getLogger("gptqkit")
@@ -249,7 +249,7 @@ def _finished(
         return None
     report = QuantizationReport.from_dict(read_json(out / REPORT))
     if config.chooses_bits:
-        config = replace(config, overrides=report.config.overrides)  # these were chosen
+        config = with_chosen_before(config, report.config)
     before = {"model": report.digests, "calibration": report.calibration, "config": report.config.to_dict()}
     different = differences(before, {"model": source.identity(), "calibration": asked, "config": config.to_dict()})
     if different:

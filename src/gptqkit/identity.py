@@ -61,11 +61,15 @@ def differences(before: Any, now: Any, where: str = "", form: str = "{} was {!r}
 
     >>> differences({"bits": 4, "model": {"size": 1}}, {"bits": 3, "model": {"size": 1}})
     ['bits was 4, now 3']
+    >>> differences({"overrides": {"q": 8, "k": 4}}, {"overrides": {"k": 4, "q": 8}})  # the first that matches counts
+    ["order of overrides was 'q', now 'k'"]
     """
     if isinstance(before, dict) and isinstance(now, dict):
-        return [
+        found = [
             text
             for key in dict.fromkeys([*before, *now])
             for text in differences(before.get(key), now.get(key), f"{where}.{key}" if where else str(key), form)
         ]
+        moved = [form.format(f"order of {where}", *pair) for pair in zip(before, now, strict=False) if len({*pair}) > 1]
+        return found or moved[:1]
     return [] if before == now else [form.format(where, before, now)]

@@ -157,6 +157,11 @@ def plan(
     shape = (calibration.samples, length) if needs_calibration(config) else None
     if out is not None:
         check_apart(folder, Path(at_home(out)))
+    if config.chooses_bits:
+        from .sensitivity import reachable  # here, because it imports this module
+
+        blocks = {path: block for stack in find_blocks(empty.model) for path, block in stack.items()}
+        reachable(empty.model, find_targets(empty.model, blocks, config)[0], config)
     beside = Path.cwd() if out is None else Path(at_home(out)).parent
     return estimate(empty, config, shape, run, choose_device(run.device), beside)
 

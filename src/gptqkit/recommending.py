@@ -12,6 +12,7 @@ from .empty import EmptyModel, open_empty
 from .errors import ArchitectureError, ConfigError, DoesNotFitError, ShapeError
 from .export.formats import READERS, find_format
 from .export.modules import skipped_modules
+from .export.names import stored_parts
 from .export.readers import Facts, Reader, readers_of
 from .hub import fetch
 from .memory import checkpoint_bytes
@@ -190,14 +191,17 @@ def _cost(plan: tuple[QuantizeConfig, list[Target], Reader]) -> tuple[int, int]:
 
 def _answer(empty: EmptyModel, config: QuantizeConfig, targets: Sequence[Target], reader: str) -> Reader:
     """Return what a reader would make of a checkpoint that is not written yet."""
-    layers, layout = {target.name: target.spec for target in targets}, find_format(config.format)
-    weights = {f"{name}.weight" for name in layers}
+    specs, layout = {target.name: target.spec for target in targets}, find_format(config.format)
+    weights = {f"{name}.weight" for name in specs}
     matrices = [name for name, tensor in empty.model.named_parameters() if tensor.ndim == 2 and name not in weights]
-    values = layout.write_config(config, layers, matrices)
+    for part, stored in stored_parts(empty.stacked).items():
+        specs = {name.replace(part, stored): spec for name, spec in specs.items()}
+        matrices = [name.replace(part, stored) for name in matrices]
+    values = layout.write_config(config, specs, matrices)
     facts = Facts(
         declared=layout.read_config(values, "the plan"),
-        layers=layers,
-        skipped=skipped_modules(layers, matrices),
+        layers=specs,
+        skipped=skipped_modules(specs, matrices),
         model_config=empty.model.config.to_dict(),
         quantization_config=values,
     )

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from .calibration.samples import Samples
 from .distributed import Processes
@@ -38,6 +39,7 @@ SMALLEST_GROUP = 32
 _Way: TypeAlias = tuple[int, int | None]  # bits, and columns per group
 PLAIN: Mapping[str, Any] = {"grid": "mse", "refine_rounds": 0, "two_sided": False, "learn_iterations": 0}
 """How candidates are solved: better ways choose alike."""
+_CHOSEN = re.compile(r"\^(\w|\\.|\+)+\$")  # as `_pattern` writes them
 
 
 @torch.no_grad()
@@ -82,6 +84,12 @@ def with_chosen_bits(
     return dataclasses.replace(config, overrides={**config.overrides, **overrides})
 
 
+def with_chosen_before(config: QuantizeConfig, before: QuantizeConfig) -> QuantizeConfig:
+    """Return the settings with the overrides that `with_chosen_bits` added to those of `before`, by their patterns."""
+    chosen = {pattern: own for pattern, own in before.overrides.items() if _CHOSEN.fullmatch(pattern)}
+    return dataclasses.replace(config, overrides={**config.overrides, **chosen, **config.overrides})
+
+
 def sensitivities(
     source: FloatModel,
     samples: Samples,
@@ -95,20 +103,12 @@ def sensitivities(
 
     Arguments and errors are those of `with_chosen_bits`.
     """
-    if find_format(config.format).uniform:
-        raise ConfigError(
-            f"{config.format} knows one setting of bits for all; leave target_bits and target_size out, or use gptq_v2"
-        )
     blocks = dict(zip(source.paths, source.blocks, strict=True))
     targets, left = find_targets(source.model, blocks, config)
     tell(misfits(targets, left, config), strict=run.strict, log=False)
-    head = find_head(source.model, config)
-    every = [target for own in [*targets, [head] if head else []] for target in own]
-    whole = sum(checkpoint_bytes(source.model, every, config))  # later, they are not tied, nor in their dtype
+    whole = bytes_as_asked(source.model, targets, config)  # later, they are not tied, nor in their dtype
     if config.chooses_bits:  # a target that is out of reach shows before any work
-        free = [each for own in targets for each in own if config.override_of(each.name) is None]
-        lossless = {each.name: _candidates([each], dict.fromkeys(_ways([each]), 0.0), config) for each in free}
-        budget = _budget(whole, free, lossless, config)
+        budget, free = reachable(source.model, targets, config)
         floats = 8 * source.dtype.itemsize * sum(each.weights for each in free)
         if config.target_size is not None and not config.overrides and 0 < floats <= budget:
             asked = size_text(config.target_size)
@@ -123,6 +123,21 @@ def sensitivities(
         if processes.rank == 0:
             progress(Progress(stage="choose bits", done=layer + 1, total=len(targets), layer=layer))
     return parts, members, whole
+
+
+def bytes_as_asked(model: PreTrainedModel, targets: Sequence[list[Target]], config: QuantizeConfig) -> int:
+    """Return the bytes of a checkpoint whose Linears all have the bits asked for."""
+    head = find_head(model, config)
+    return sum(checkpoint_bytes(model, [each for own in [*targets, [head] if head else []] for each in own], config))
+
+
+def reachable(
+    model: PreTrainedModel, targets: Sequence[list[Target]], config: QuantizeConfig
+) -> tuple[float, list[Target]]:
+    """Return the bits that may be given to Linears, and these; ConfigError where the smallest widths take more."""
+    free = [each for own in targets for each in own if config.override_of(each.name) is None]
+    lossless = {each.name: _candidates([each], dict.fromkeys(_ways([each]), 0.0), config) for each in free}
+    return _budget(bytes_as_asked(model, targets, config), free, lossless, config), free
 
 
 def _name(candidate: Candidate) -> str:

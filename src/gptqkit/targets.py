@@ -166,6 +166,10 @@ def find_targets(
         ConfigError: Settings that the format cannot hold, or an override that changes nothing.
         ArchitectureError: The overrides leave nothing to quantize.
     """
+    if config.chooses_bits and find_format(config.format).uniform:
+        raise ConfigError(
+            f"{config.format} knows one setting of bits for all; leave target_bits and target_size out, or use gptq_v2"
+        )
     routers = set().union(*map(find_routers, blocks.values()))
     _check_overrides(model, tuple(f"{path}." for path in blocks), routers, config)
     targets: list[list[Target]] = []

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import json
 import os
+import pathlib
 import resource
 import signal
 import subprocess
@@ -422,6 +423,8 @@ def test_names_of_files_in_a_list_are_files(tmp_path, read):
     assert read([str(tmp_path / "b.txt"), tmp_path / "a.txt"]) == ["two ships", "one ship"]
     with pytest.raises(DatasetUnavailableError, match=r"there is no file or folder .*none\.jsonl"):
         read([str(tmp_path / "a.txt"), str(tmp_path / "none.jsonl")])
+    with pytest.raises(DatasetUnavailableError, match="folder wikitext2; where several sources are given, each must"):
+        read([str(tmp_path / "a.txt"), pathlib.Path("wikitext2")])
     assert read(["I read a.txt", "and slept"]) == ["I read a.txt", "and slept"]
 
 

@@ -178,6 +178,7 @@ def test_a_quantized_output_layer_is_none_that_the_embedding_stands_for(tmp_path
         out = tmp_path / str(head)
         quantize(tmp_path / "float", out, type="Q4_K_M", method="rtn", group_size=128, sym=True, lm_head=head)
         types.append({name: kind for name, (_, kind) in tensors(out / "model.gguf").items()})
+        assert not gptqkit.inspect(out / "model.gguf").sym  # whose first layer, of Q6_K, is symmetric
     assert types[0] == types[1]
     assert (types[1]["token_embd.weight"], types[1]["output.weight"]) == ("Q4_K", "Q6_K")
 
