@@ -6,12 +6,13 @@ import logging
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptqkit import Run, load
 from gptqkit.calibration.capture import hand_on
 from gptqkit.calibration.samples import Samples
 from gptqkit.distributed import Processes
-from gptqkit.fisher import SAMPLES, measure_fisher, pull_back
+from gptqkit.fisher import SAMPLES, _Sum, measure_fisher, pull_back
 from gptqkit.model import FloatModel
 from gptqkit.progress import silent
 from gptqkit.quantizer.config import QuantizeConfig
@@ -185,6 +186,32 @@ def test_errors_of_linears_weigh_what_they_change_behind_their_block(tmp_path, n
     beside, aim = (each - each.diagonal().diag() for each in (found, expected))
     assert float((beside - aim).norm()) < 0.95 * float(aim.norm())
     assert float((beside * aim).sum() / beside.square().sum()) == pytest.approx(1, rel=0.2)
+
+
+def test_sums_of_samples_take_no_second_matrix():
+    """Nor does what tells how much of them is chance: sum of Var(mean) over sum of mean^2, beside the diagonal."""
+    count, width = 5, 600
+    drawn = torch.randn(count, 40, width, generator=torch.Generator().manual_seed(0)) + 0.5
+    found, sizes = _Sum(torch.zeros(width, width)), [0]
+
+    place = found.total.data_ptr()
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() != place:
+                sizes.append(result.untyped_storage().nbytes())
+            return result
+
+    with Sizes():
+        for rows in drawn.unbind():
+            found.add(rows.clone())
+    own = torch.einsum("nti,ntj->nij", drawn.double(), drawn.double())
+    assert_close(found.total.double(), own.sum(0))
+    beside = ~torch.eye(width, dtype=torch.bool)
+    mean, variance = own.mean(0)[beside], own.var(0)[beside] / count
+    assert found.share() == pytest.approx(1 - float(variance.sum() / mean.square().sum()), rel=1e-4)
+    assert max(sizes) < found.total.nbytes / 2
 
 
 def test_batches_and_places_change_nothing_and_nothing_is_left(tmp_path):
