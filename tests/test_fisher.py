@@ -3,6 +3,7 @@
 import copy
 import itertools
 import logging
+import weakref
 
 import pytest
 import torch
@@ -255,6 +256,24 @@ def test_what_predicts_nothing_or_does_not_fit_is_not_known(tmp_path, monkeypatc
     with caplog.at_level(logging.WARNING):
         assert measure(model, tmp_path, samples()) is None
     assert "do not fit into memory" in caplog.text
+
+
+@pytest.mark.parametrize("held", [1, 3])
+def test_no_more_of_what_outputs_of_experts_weigh_is_known_at_once_than_the_limit(tmp_path, held, monkeypatch):
+    """Also where the statistics of all their inputs are known together."""
+    side, alive, most = 4 * 96 * 96, weakref.WeakSet(), []
+
+    def counted(*arguments, **named):
+        found = pull_back(*arguments, **named)
+        alive.update(found.values())
+        most.append(sum(each.nbytes for each in alive))
+        return found
+
+    monkeypatch.setattr("gptqkit.fisher.pull_back", counted)
+    monkeypatch.setattr("gptqkit.fisher.STATISTICS_BYTES", held * side)
+    quantize(uneven("mixtral", num_hidden_layers=1), tmp_path / "out", samples(SAMPLES, 48), two_sided=True)
+    assert len(most) > 8 / held
+    assert max(most) <= held * side
 
 
 @pytest.mark.parametrize(
