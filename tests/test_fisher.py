@@ -3,15 +3,17 @@
 import copy
 import itertools
 import logging
+import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptqkit import Run, load
 from gptqkit.calibration.capture import hand_on
 from gptqkit.calibration.samples import Samples
 from gptqkit.distributed import Processes
-from gptqkit.fisher import SAMPLES, measure_fisher, pull_back
+from gptqkit.fisher import SAMPLES, _Sum, measure_fisher, pull_back
 from gptqkit.model import FloatModel
 from gptqkit.progress import silent
 from gptqkit.quantizer.config import QuantizeConfig
@@ -187,6 +189,32 @@ def test_errors_of_linears_weigh_what_they_change_behind_their_block(tmp_path, n
     assert float((beside * aim).sum() / beside.square().sum()) == pytest.approx(1, rel=0.2)
 
 
+def test_sums_of_samples_take_no_second_matrix():
+    """Nor does what tells how much of them is chance: sum of Var(mean) over sum of mean^2, beside the diagonal."""
+    count, width = 5, 600
+    drawn = torch.randn(count, 40, width, generator=torch.Generator().manual_seed(0)) + 0.5
+    found, sizes = _Sum(torch.zeros(width, width)), [0]
+
+    place = found.total.data_ptr()
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() != place:
+                sizes.append(result.untyped_storage().nbytes())
+            return result
+
+    with Sizes():
+        for rows in drawn.unbind():
+            found.add(rows.clone())
+    own = torch.einsum("nti,ntj->nij", drawn.double(), drawn.double())
+    assert_close(found.total.double(), own.sum(0))
+    beside = ~torch.eye(width, dtype=torch.bool)
+    mean, variance = own.mean(0)[beside], own.var(0)[beside] / count
+    assert found.share() == pytest.approx(1 - float(variance.sum() / mean.square().sum()), rel=1e-4)
+    assert max(sizes) < found.total.nbytes / 2
+
+
 def test_batches_and_places_change_nothing_and_nothing_is_left(tmp_path):
     model, tokens = uneven("qwen2"), samples(20)
     found = []
@@ -228,6 +256,24 @@ def test_what_predicts_nothing_or_does_not_fit_is_not_known(tmp_path, monkeypatc
     with caplog.at_level(logging.WARNING):
         assert measure(model, tmp_path, samples()) is None
     assert "do not fit into memory" in caplog.text
+
+
+@pytest.mark.parametrize("held", [1, 3])
+def test_no_more_of_what_outputs_of_experts_weigh_is_known_at_once_than_the_limit(tmp_path, held, monkeypatch):
+    """Also where the statistics of all their inputs are known together."""
+    side, alive, most = 4 * 96 * 96, weakref.WeakSet(), []
+
+    def counted(*arguments, **named):
+        found = pull_back(*arguments, **named)
+        alive.update(found.values())
+        most.append(sum(each.nbytes for each in alive))
+        return found
+
+    monkeypatch.setattr("gptqkit.fisher.pull_back", counted)
+    monkeypatch.setattr("gptqkit.fisher.STATISTICS_BYTES", held * side)
+    quantize(uneven("mixtral", num_hidden_layers=1), tmp_path / "out", samples(SAMPLES, 48), two_sided=True)
+    assert len(most) > 8 / held
+    assert max(most) <= held * side
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 import gptqkit
 from gptqkit import load, tuning
@@ -135,6 +136,41 @@ def test_samples_left_out_and_padding_teach_nothing(tmp_path, monkeypatch):
         results.append(contents(tmp_path / str(filler)))
     shards = [{name: data for name, data in files.items() if name.endswith("safetensors")} for files in results]
     assert shards[0] == shards[1]
+
+
+def overflow_at_the_end_of(layer, monkeypatch):
+    """Let a block of Qwen2 end with infinity where token 95 stands, and return a model whose token 95 says so."""
+    model, forward = build("qwen2"), Qwen2DecoderLayer.forward
+    embedding = model.get_input_embeddings().weight.data
+    embedding[:, 0].clamp_(-1, 1)
+    embedding[95, 0] = 100
+
+    def run(self, hidden_states, *arguments, **named):
+        leaving = forward(self, hidden_states, *arguments, **named)
+        ends = self.self_attn.layer_idx == layer
+        return leaving.masked_fill(hidden_states[..., :1].abs() > 50, torch.inf) if ends else leaving
+
+    monkeypatch.setattr(Qwen2DecoderLayer, "forward", run)
+    return model
+
+
+@pytest.mark.parametrize(("layer", "bad"), [(0, 40), (0, 60), (1, 60)])
+def test_a_sample_that_overflows_where_a_block_ends_is_left_out_of_what_is_learned(tmp_path, monkeypatch, layer, bad):
+    """That of the last block, too, after which nothing else would notice it."""
+    model, ids = overflow_at_the_end_of(layer, monkeypatch), samples(64).input_ids.clamp_(max=94)
+    ids[bad, 3] = 95
+    settings = {"bits": 2, "method": "rtn", "learn_iterations": 30, "tune_epochs": 0, "skip_nonfinite": True}
+    report = quantize(model, tmp_path / "out", Samples(ids), **settings).report
+    assert report.excluded_samples == 1
+    assert report.blocks[layer].error < report.blocks[layer].error_before
+
+    aside = ids[[number for number in range(56, 64) if number != bad]]
+    found = []
+    for each in (load(tmp_path / "out", device="cpu")[0], model):
+        each.model.layers[layer].register_forward_hook(lambda _module, _arguments, output: found.append(output))
+        outputs(each, Samples(aside))
+    error = float((found[0] - found[1]).norm() / found[1].norm())
+    assert report.blocks[layer].error == pytest.approx(error, rel=1e-3)
 
 
 def test_learning_needs_little_memory_at_once(tmp_path, monkeypatch):

@@ -239,6 +239,29 @@ def test_it_does_not_matter_where_a_sample_is_left_out(tmp_path):
     assert chosen[0] == chosen[1] == chosen[2]
 
 
+def test_a_sample_that_overflows_where_a_block_ends_shows_nothing(tmp_path, monkeypatch):
+    """Errors inside that block are measured on others."""
+    model, forward = build("qwen2"), Qwen2DecoderLayer.forward
+    model.get_input_embeddings().weight.data[:, 0].clamp_(-1, 1)
+    model.save_pretrained(tmp_path / "plain")
+    model.get_input_embeddings().weight.data[95, 0] = 100
+    model.save_pretrained(tmp_path / "model")
+
+    def run(self, hidden_states, *arguments, **named):
+        leaving = forward(self, hidden_states, *arguments, **named)
+        return leaving.masked_fill(hidden_states[..., :1].abs() > 50, torch.inf)
+
+    monkeypatch.setattr(Qwen2DecoderLayer, "forward", run)
+    ids, losses = samples(64).input_ids.clamp_(max=94), []
+    ids[1, 3] = 95
+    config = QuantizeConfig(quality="fast", group_size=32, target_bits=4.0, skip_nonfinite=True)
+    for folder, tokens in (("plain", torch.cat([ids[:1], ids[2:]])), ("model", ids)):
+        alone, how, out = Processes(0, 1, torch.device("cpu")), Run(device="cpu"), tmp_path / "out"
+        found = sensitivities(FloatModel(tmp_path / folder), Samples(tokens), config, alone, how, silent, out)[0]
+        losses.append([candidate.loss for candidates in found.values() for candidate in candidates])
+    assert losses[1] == pytest.approx(losses[0], rel=0.3)  # of 3 and of 4 samples
+
+
 def test_padding_does_not_change_what_is_measured(tmp_path):
     """Behind the tokens of a causal model it changes nothing that they see."""
     build("qwen2").save_pretrained(tmp_path / "model")

@@ -41,6 +41,7 @@ _LOG = logging.getLogger("gptqkit")
 
 SAMPLES = 32  # evenly spaced among those of the calibration
 AT_ONCE = 8  # of each process, of which the states behind every block are kept
+_SLAB = 256  # rows of a sample's own sum made at once
 
 
 @torch.no_grad()
@@ -61,20 +62,20 @@ def measure_fisher(
     chosen = torch.tensor(_evenly(len(ids)))
     parts = list(pieces(range(len(chosen)), AT_ONCE * processes.size))
     run = dataclasses.replace(run, batch_size=min(run.batch_size or AT_ONCE, AT_ONCE))  # some for every process
-    sums: list[tuple[Tensor, int]] = []
+    total, tokens = torch.zeros((), device=processes.device), 0
     for step, part in enumerate(parts, 1):
         rows = chosen[part.start : part.stop]
         few = Samples(ids[rows], None if mask is None else mask[rows])
         with processes.trying() as fits, float_streams(model, few, processes, run, out) as streams:
-            sums.append(_Gradients(streams).moments())
+            found, count = _Gradients(streams).moments()
+            total, tokens = found.add_(total), tokens + count
         if not fits():
             if processes.rank == 0:
                 _LOG.warning("predictions of a sample do not fit into memory; all errors are taken alike")
             return None
         progress(Progress(stage="measure", done=step, total=len(parts)))
-    total = torch.stack([each for each, _ in sums]).sum(0)
     processes.add_up(total)
-    tokens = sum(processes.gather(sum(count for _, count in sums)))
+    tokens = sum(processes.gather(tokens))
     return _scaled(total, tokens / (tokens + len(total)))
 
 
@@ -156,10 +157,13 @@ class _Sum:
 
     def add(self, rows: Tensor) -> None:
         """Add one sample's gradients, (tokens, out) float32."""
-        own = rows.T @ rows
-        self.total += own
-        self.samples += bool(own.any())
-        self.squares += _beside(own)
+        for start in range(0, rows.shape[1], _SLAB):
+            slab = slice(start, start + _SLAB)
+            own = rows[:, slab].T @ rows
+            self.total[slab] += own
+            own[:, slab].fill_diagonal_(0)
+            self.squares += float(own.norm().double().square())
+        self.samples += bool(rows.any())
 
     def share(self) -> float:
         """Return what part of the entries beside the diagonal is no chance."""

@@ -208,11 +208,10 @@ class Pipeline:
         self, measured: Sequence[Measured], layer: int | None, outputs: Outputs | None = None
     ) -> tuple[dict[str, Solution], list[ModuleReport]]:
         """Solve Linears, and report on them as they are done."""
-        if outputs is not None:
-            measured = [dataclasses.replace(each, outputs=outputs.of(each.targets)) for each in measured]
         solved: dict[str, Solution] = {}
         reports: list[ModuleReport] = []
-        for one, target, found in solve_all(measured, self._matrix, self.processes):
+        outputs_of = None if outputs is None else outputs.of
+        for one, target, found in solve_all(measured, self._matrix, self.processes, outputs_of):
             solved[target.name] = found.solution
             reports.append(self._report(layer, one, target, found))
             self._done += 1

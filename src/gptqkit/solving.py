@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,13 +34,11 @@ class Measured:
         targets: The Linears.
         statistics: Of the input.
         pool: Of experts: what all experts of the layer received.
-        outputs: By full name, what errors of a Linear's outputs weigh with one another, (out, out), where known.
     """
 
     targets: Subset
     statistics: InputStatistics | None = None
     pool: InputStatistics | None = None
-    outputs: Mapping[str, Tensor] = field(default_factory=dict)
 
     def moments(self) -> Moments | None:
         """Return the means that solvers work on; an expert that few tokens reach is filled up with the pool's."""
@@ -68,12 +66,16 @@ class Solved:
 
 
 def solve_all(
-    measured: Sequence[Measured], weight_of: Callable[[Target], Tensor], processes: Processes
+    measured: Sequence[Measured],
+    weight_of: Callable[[Target], Tensor],
+    processes: Processes,
+    outputs_of: Callable[[Sequence[Target]], dict[str, Tensor]] | None = None,
 ) -> Iterator[tuple[Measured, Target, Solved]]:
     """Solve Linears and yield them in order; every process gets, and must take, all results.
 
     Processes take whole Linears in turn, and share the rows of each where fewer are left than processes, unless rows
-    depend on one another. `weight_of` gives the float weight of one, (out, in).
+    depend on one another. `weight_of` gives the float weight of one, (out, in); `outputs_of`, when their turn comes,
+    what errors of the outputs of some weigh with one another, (out, out) by full name, where that is known.
 
     Raises:
         GptqkitError: A Linear that cannot be solved, by name.
@@ -84,30 +86,32 @@ def solve_all(
     for start in range(0, len(items), processes.size):
         chunk = items[start : start + processes.size]
         mine: list[Solved | None] = [None] * len(chunk)
+        outputs = {} if outputs_of is None else outputs_of([target for _, target in chunk])
         with processes.together():
             for number, (one, target) in enumerate(chunk):
                 rows = range(target.shape[0] if number == processes.rank else 0)
-                if len(chunk) < processes.size and target.name not in one.outputs:
+                if len(chunk) < processes.size and target.name not in outputs:
                     rows = processes.share(target.shape[0], ROWS)
                 if rows:
                     if known is None or known[0] is not one:
                         known = None  # not beside the next
                         known = one, one.moments()
                     weight = weight_of(target)[rows.start : rows.stop].to(processes.device, torch.float32)
-                    moments, outputs = known[1], one.outputs.get(target.name)
-                    if moments is not None and outputs is not None:
-                        moments = dataclasses.replace(moments, outputs=outputs.to(processes.device))
+                    moments = known[1]
                     if moments is not None and moments.drift is not None:
                         moments = dataclasses.replace(moments, drift=moments.drift[rows.start : rows.stop])
-                    mine[number] = _solve(target, weight, moments)
+                    mine[number] = _solve(target, weight, moments, outputs.get(target.name))
+        outputs.clear()  # not in memory beside the next
         of_all = processes.gather(mine)
         for number, (one, target) in enumerate(chunk):
             yield one, target, merge([each[number] for each in of_all])
 
 
-def _solve(target: Target, weight: Tensor, moments: Moments | None) -> Solved:
+def _solve(target: Target, weight: Tensor, moments: Moments | None, outputs: Tensor | None) -> Solved:
     """Solve some rows of one Linear, and compare their output errors with plain rounding's."""
     config, snap = target.config, find_snap(target.config)
+    if moments is not None and outputs is not None:
+        moments = dataclasses.replace(moments, outputs=outputs.to(weight.device))
     start = time.perf_counter()
     with naming(target.name):
         solution = find_method(config.method).solve(weight, moments, config, snap)

@@ -197,12 +197,19 @@ class Streams:
     def advance(self, stream: str, layer: int, block: nn.Module, *, resumable: bool = True) -> None:
         """Let the hidden states of "hidden" or "float" through `block`, the stream's own of number `layer`.
 
-        Where an encoder ends with it, they are kept. Of a job that nothing resumes, the file of what entered goes.
+        Where an encoder ends with it, they are kept. Of a job that nothing resumes, the file of what entered goes. With
+        `skip`, samples that overflow at the end of the block are left out at once: what is learned sees only that.
         """
         name, stack = self._leaving(stream, layer), self._stack(layer)
         after = self.caches[stream].successor(self._job.states_file(name, layer + 1))
         for batch, states in self.batches.results(partial(self._forward, layer=layer, block=block, stream=stream)):
-            after.write(batch, states.movedim(stack.axis, 0))
+            leaving = states.movedim(stack.axis, 0)
+            after.write(batch, leaving)
+            if self.skip:
+                finite = self.of_tokens(leaving, batch).isfinite().flatten(1).all(1)
+                self.batches.counts[batch.start : batch.stop] &= finite.cpu()
+        if self.skip:
+            self.batches.settle(self.processes.gather(self.batches.counts), f"what follows block {layer}")
         before = self.caches.pop(stream).file
         self.caches[name] = after
         if before is not None and not resumable:
