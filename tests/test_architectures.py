@@ -28,7 +28,7 @@ ORDERS = [
     {"act_group_aware": False, "true_sequential": False},
     {"group_size": -1},
 ]
-METHODS = ("gptaq", "gptq", "rtn")
+METHODS = ("loaq", "gptq", "rtn")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CASES = {
     name: ({**GRIDS[number % 16], **ORDERS[number % 5], "method": METHODS[number % 3]}, DTYPES[number // 3 % 3])
@@ -40,7 +40,7 @@ CASES = {
 def solved(monkeypatch):
     """What solvers return, by the bytes of the weight that they were given."""
     found = {}
-    for name in ("RTN", "GPTQ", "GPTAQ"):
+    for name in ("RTN", "GPTQ", "GPTAQ", "LOAQ"):
         method = getattr(gptq, name)
 
         def solve(weight, *rest, method=method):
