@@ -44,6 +44,7 @@ OURS: dict[str, dict[str, Any]] = {
     "gptqkit, fast": {"quality": "fast"},
     "gptqkit, qep, sim": {"method": "qep", "grid": "sim"},
     "gptqkit, loaq, sim": {"method": "loaq", "grid": "sim"},
+    "gptqkit, loaq, sim, learned": {"method": "loaq", "grid": "sim", "learn_iterations": 40},
     "gptqkit, qep, sim, two-sided": {"method": "qep", "grid": "sim", "two_sided": True},
     "gptqkit, balanced": {"quality": "balanced"},
     "gptqkit, balanced, two-sided": {"quality": "balanced", "two_sided": True},

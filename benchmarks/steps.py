@@ -39,6 +39,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "qep + sim + refined": {"method": "qep", "grid": "sim"},
     "loaq + sim + refined": {"method": "loaq", "grid": "sim"},
     "qep + sim + refined + two-sided": {"method": "qep", "grid": "sim", "two_sided": True},
+    "loaq + sim + refined + two-sided": {"method": "loaq", "grid": "sim", "two_sided": True},
     "balanced": {"quality": "balanced"},
     "balanced + two-sided": {"quality": "balanced", "two_sided": True},
     "qep + sim + refined + tuned": {"method": "qep", "grid": "sim", "tune_epochs": 4},

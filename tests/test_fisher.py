@@ -143,7 +143,7 @@ def keep_outputs(model, name, kept):
     [
         ("llama", "mlp.down_proj"),
         ("llama", "self_attn.v_proj"),
-        ("gpt2", "attn.c_attn"),
+        ("gpt2", "attn.c_proj"),
         ("gemma4", "self_attn.o_proj"),
         ("mixtral", "mlp.experts.2.gate_proj"),
     ],

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -27,11 +27,12 @@ def default_dtype(dtype):
 
 
 MODES = {
-    "inference": torch.inference_mode,
-    "no gradients": torch.no_grad,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "bfloat16": lambda: default_dtype(torch.bfloat16),
-    "another device": lambda: torch.device("meta"),
+    "inference in bfloat16": (torch.inference_mode, lambda: default_dtype(torch.bfloat16)),
+    "autocast, no gradients and another device": (
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        torch.no_grad,
+        lambda: torch.device("meta"),
+    ),
 }
 
 
@@ -90,7 +91,9 @@ def expected(tmp_path_factory):
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_of_the_caller_change_nothing(mode, expected, tmp_path):
     source, plain = expected
-    with MODES[mode]():
+    with ExitStack() as modes:
+        for enter in MODES[mode]:
+            modes.enter_context(enter())
         found = everything(source, tmp_path)
     for what, value in plain.items():
         assert same(found[what], value), what

@@ -194,7 +194,7 @@ def test_every_expert_is_solved_on_the_tokens_routed_to_it(name, method, padded,
 @pytest.mark.parametrize(("method", "together"), [("gptaq", False), ("gptq", True)])
 def test_statistics_beyond_the_budget_take_several_passes(method, together, tmp_path, monkeypatch):
     settings = {"method": method, "true_sequential": not together, "two_sided": together}
-    one = quantize(build("qwen3_moe"), tmp_path / "one", **settings).report.modules
+    one = quantize(build("qwen3_moe", num_hidden_layers=1), tmp_path / "one", **settings).report.modules
     monkeypatch.setattr(subsets, "STATISTICS_BYTES", 1 if method == "gptq" else 64 * 64 * 16)
     make, live, most = Streams._statistics, weakref.WeakSet(), []
 
@@ -204,7 +204,7 @@ def test_statistics_beyond_the_budget_take_several_passes(method, together, tmp_
         return made
 
     monkeypatch.setattr(Streams, "_statistics", counted)
-    several = quantize(build("qwen3_moe"), tmp_path / "several", **settings).report.modules
+    several = quantize(build("qwen3_moe", num_hidden_layers=1), tmp_path / "several", **settings).report.modules
     assert max(most) == (5 if method == "gptaq" else 3)  # of one portion, and pools
     for first, second in zip(one, several, strict=True):
         assert (first.name, first.tokens, first.prior_tokens) == (second.name, second.tokens, second.prior_tokens)
