@@ -25,14 +25,13 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from .calibration.config import Calibration
 from .calibration.halves import has_two_stacks
@@ -51,9 +50,11 @@ from .quantizer.config import QuantizeConfig
 from .quantizer.methods import needs_calibration, needs_cross, needs_drift, pairs_models
 from .quantizer.rows import PARTS
 from .run import LARGEST_BATCH, Run
+from .sensitivity import reachable
 from .settings import settings_of
+from .sizes import checkpoint_bytes, packed_bytes
 from .subsets import STATISTICS_BYTES, input_bytes, output_bytes
-from .targets import Target, find_blocks, find_head, find_targets, is_tied
+from .targets import Target, find_blocks, find_head, find_targets
 from .units import size_text
 
 _LOG = logging.getLogger("gptqkit")
@@ -158,8 +159,6 @@ def plan(
     if out is not None:
         check_apart(folder, Path(at_home(out)))
     if config.chooses_bits:
-        from .sensitivity import reachable  # here, because it imports this module
-
         blocks = {path: block for stack in find_blocks(empty.model) for path, block in stack.items()}
         reachable(empty.model, find_targets(empty.model, blocks, config)[0], config)
     beside = Path.cwd() if out is None else Path(at_home(out)).parent
@@ -233,18 +232,6 @@ def estimate(
     )
 
 
-def checkpoint_bytes(model: PreTrainedModel, targets: Iterable[Target], config: QuantizeConfig) -> tuple[int, int]:
-    """Return the bytes of a checkpoint's quantized layers, all `targets`, and those of all its other tensors.
-
-    The model's experts are split, and it is in the dtype of its files.
-    """
-    layout, tied = find_format(config.format), is_tied(model)
-    packed = {f"{target.name}.weight": _packed_bytes(target) for target in targets}
-    size = layout.float_nbytes or (lambda _name, tensor, _type, _tied: tensor.nbytes)
-    others = ((name, tensor) for name, tensor in model.named_parameters() if name not in packed)
-    return sum(packed.values()), sum(size(name, tensor, config.type, tied) for name, tensor in others)
-
-
 def available_ram(root: Path = Path("/")) -> int | None:
     """Return the bytes of RAM that can be had without swapping, within control groups; None if unknown."""
     found = [int(line.split()[1]) << 10 for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
@@ -290,16 +277,8 @@ def _bytes(module: nn.Module, dtype: torch.dtype) -> int:
 
 def _made_again(parts: Sequence[list[Target]], config: QuantizeConfig, run: Run) -> bool:
     """Whether other files are made of all parts: small ones are joined, and some formats are one file."""
-    small = 2 * max(sum(map(_packed_bytes, part)) for part in parts) <= min(run.shard_size, JOINED_BYTES)
+    small = 2 * max(sum(map(packed_bytes, part)) for part in parts) <= min(run.shard_size, JOINED_BYTES)
     return small or find_format(config.format).finish is not None
-
-
-def _packed_bytes(target: Target) -> int:
-    """Return what one Linear takes in the checkpoint; where its bits are yet to be chosen, what the average makes."""
-    average = target.config.target_bits
-    if average is not None and target.config.override_of(target.name) is None:
-        return round(target.weights * average / 8)
-    return find_format(target.config.format).nbytes(target.spec)
 
 
 def _pass_bytes(targets: list[Target], cross: bool) -> int:

@@ -15,10 +15,10 @@ from .export.modules import skipped_modules
 from .export.names import stored_parts
 from .export.readers import Facts, Reader, readers_of
 from .hub import fetch
-from .memory import checkpoint_bytes
 from .modes import in_plain_modes
 from .quantizer.config import QuantizeConfig
 from .settings import Plain, bytes_of, did_you_mean
+from .sizes import checkpoint_bytes
 from .targets import Target, find_blocks, find_targets
 from .units import size_text
 

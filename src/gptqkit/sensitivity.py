@@ -19,13 +19,13 @@ from .calibration.samples import Samples
 from .distributed import Processes
 from .errors import ConfigError, ShapeError
 from .export.formats import find_format, find_snap
-from .memory import checkpoint_bytes
 from .model import FloatModel
 from .progress import Progress, ProgressCallback
 from .quantizer.allocation import Candidate, allocate_bits
 from .quantizer.config import BITS, ModuleOverride, QuantizeConfig
 from .quantizer.gptq import solve_gptq
 from .run import Run
+from .sizes import checkpoint_bytes
 from .solving import naming
 from .streams import Streams
 from .targets import Target, find_head, find_targets, matrix, misfits, tell
