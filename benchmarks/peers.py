@@ -46,6 +46,7 @@ OURS: dict[str, dict[str, Any]] = {
     "gptqkit, loaq, sim": {"method": "loaq", "grid": "sim"},
     "gptqkit, loaq, sim, learned": {"method": "loaq", "grid": "sim", "learn_iterations": 40},
     "gptqkit, qep, sim, two-sided": {"method": "qep", "grid": "sim", "two_sided": True},
+    "gptqkit, loaq, sim, two-sided": {"method": "loaq", "grid": "sim", "two_sided": True},
     "gptqkit, balanced": {"quality": "balanced"},
     "gptqkit, balanced, two-sided": {"quality": "balanced", "two_sided": True},
     "gptqkit, best": {"quality": "best"},
