@@ -57,7 +57,7 @@ class Solution:
 
     Attributes:
         weight: Codes, scales and offsets.
-        loss: tr(E Hd ET), E = W - Q; Hd is the damped Hessian, and W includes the correction of GPTAQ and QEP. None
+        loss: tr(E Hd ET), E = W - Q; Hd is the damped Hessian, and W includes the method's correction. None
             for plain rounding, and where errors of outputs weigh together.
         loss_before: The same before the refinement, where there was one.
         damp_percent: What was added to diag H in the end, on average, as a share of its mean; None for plain rounding.
