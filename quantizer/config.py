@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -243,11 +244,12 @@ class QuantizeConfig:
             return None if override else self
         if override.type is not None:
             return self.with_type(override.type)
-        return dataclasses.replace(
-            self,
-            bits=self.bits if override.bits is None else override.bits,
-            group_size=self.group_size if override.group_size is None else override.group_size,
-        )
+        own = copy.copy(self)  # `replace` would check all overrides again, of which there may be thousands
+        if override.bits is not None:
+            object.__setattr__(own, "bits", override.bits)
+        if override.group_size is not None:
+            object.__setattr__(own, "group_size", None if override.group_size == -1 else override.group_size)
+        return own
 
     def override_of(self, name: str) -> ModuleOverride | None:
         """Return the first override whose pattern matches the module called `name`; None where there is none."""

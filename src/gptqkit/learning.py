@@ -142,7 +142,7 @@ class _Fit:
 
 
 def _take(total: Tensor, weight: Parameter) -> None:
-    """Add a gradient to a sum, and give it back."""
+    """Add a gradient to a sum, and give it back; what float16 cannot hold of it becomes its largest number."""
     if weight.grad is not None:
-        total += weight.grad
+        total += weight.grad.nan_to_num()
     weight.grad = None
