@@ -8,7 +8,6 @@ While a checkpoint is made, a layer is one tensor of safetensors files, `NAME.q4
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ def write_model(directory: Path) -> None:
     architecture, recipe = architecture_of(config), config["quantization_config"].get("type")
     values = {**metadata(config), **tokenizer_metadata(read_tokenizer(directory), config["vocab_size"])}
     sources = _sources(tensors.where, architecture)
-    ready = {name: _Stored(tensors, name, names, config, recipe) for name, names in sources.items()}
+    tied = not any(name.startswith("lm_head.") for name in tensors.where)  # quantized, it has no weight
     factors = rope_factors(config)
     logging.getLogger("gguf").setLevel(logging.ERROR)
     writer = GGUFWriter(directory / FILE, architecture.name)
@@ -71,16 +70,18 @@ def write_model(directory: Path) -> None:
         add[type(value)](key, value)
     if factors is not None:
         writer.add_tensor_info("rope_freqs.weight", factors.shape, np.dtype(np.float32), factors.nbytes)
-    for name, each in ready.items():
-        kind = GGMLQuantizationType(each.number)
-        writer.add_tensor_info(name, each.shape, np.dtype(np.uint8), each.nbytes, raw_dtype=kind)
+    for name, names in sources.items():
+        number, planned = _content(name, [(each, tensors.meta(each)) for each in names], config, recipe, tied=tied)
+        kind = GGMLQuantizationType(number)
+        writer.add_tensor_info(name, planned.shape, np.dtype(np.uint8), planned.nbytes, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     if factors is not None:
         writer.write_tensor_data(factors.numpy())
-    for each in ready.values():
-        writer.write_tensor_data(each.read(architecture).numpy())
+    for name, names in sources.items():
+        _, content = _content(name, [(each, tensors.get(each)) for each in names], config, recipe, tied=tied)
+        writer.write_tensor_data(content.numpy())
     writer.close()
     _check(directory / FILE, tensors, sources, recipe)
     for file in tensors.files:
@@ -88,57 +89,34 @@ def write_model(directory: Path) -> None:
     (directory / "model.safetensors.index.json").unlink(missing_ok=True)
 
 
-class _Stored:
-    """One tensor of a file to be: its type and size, known before it is read, and its bytes.
+def _content(
+    name: str, parts: Sequence[tuple[str, Tensor]], config: Mapping[str, Any], recipe: str | None, *, tied: bool
+) -> tuple[int, Tensor]:
+    """Return ggml's number of the type of one tensor of the file, and its bytes, uint8, rows in llama.cpp's order.
 
-    Attributes:
-        number: ggml's number of the type.
-        shape: In bytes, as the writer takes it.
+    It is made of stored tensors with their names, several where experts are stacked. On the meta device they tell the
+    shape in bytes.
     """
-
-    def __init__(
-        self, tensors: Shards, name: str, sources: list[str], config: Mapping[str, Any], recipe: str | None
-    ) -> None:
-        self._tensors, self._sources, self._config = tensors, sources, config
-        self._module, _, suffix = sources[0].rpartition(".")
-        metas = [tensors.meta(name) for name in sources]
-        meta = metas[0]
-        if any(each.shape != meta.shape or each.dtype != meta.dtype for each in metas):
-            raise ConversionError(
-                f"{self._module} and others that GGUF stacks differ in shape or type: quantize them alike"
-            )
-        tied = not any(each.startswith("lm_head.") for each in tensors.where)  # quantized, it has no weight
-        columns, self._rounded = meta.shape[-1], suffix not in BLOCKS
-        self._kind = BLOCKS.get(suffix) or _outer_kind(self._module, meta, recipe, tied=tied)
-        if self._kind is None:
-            self._dtype = meta.dtype if meta.dim() == 2 and "gate_inp" not in name else torch.float32
-            numbers = {dtype: number for number, dtype in FLOATS.items()}
-            if self._dtype not in numbers:
-                raise ConversionError(f"{sources[0]} is {self._dtype}, which is not written as GGUF here")
-            self.number = numbers[self._dtype]
-            width = columns * self._dtype.itemsize
-        else:
-            self.number = self._kind.number
-            width = columns // self._kind.columns * self._kind.size if self._rounded else columns
-        self.shape = (*meta.shape[:-1], width)
-        if len(sources) > 1:
-            self.shape = (len(sources), *self.shape)
-        self.nbytes = math.prod(self.shape)
-
-    def read(self, architecture: Architecture) -> Tensor:
-        """Return the bytes, rows in the order of llama.cpp, uint8."""
-        parts = [self._tensors.get(name) for name in self._sources]
-        whole = torch.stack(parts) if len(parts) > 1 else parts[0]
-        if self._kind is None:
-            whole = whole.to(self._dtype)  # norms are in float32, and so is their sum
-            whole = whole + architecture.shift if architecture.shift and "norm" in self._module else whole
-        elif self._rounded:
-            whole = rounded(whole, self._kind)
-        last = self._module.rpartition(".")[2]
-        heads, shared = self._config["num_attention_heads"], self._config.get("num_key_value_heads")
-        if architecture.rotated and last in ("q_proj", "k_proj"):
-            whole = in_pairs(whole, heads if last == "q_proj" else shared or heads)
-        return whole.contiguous().view(torch.uint8).view(self.shape)
+    (first_name, first), *others = parts
+    module, _, suffix = first_name.rpartition(".")
+    if any(each.shape != first.shape or each.dtype != first.dtype for _, each in others):
+        raise ConversionError(f"{module} and others that GGUF stacks differ in shape or type: quantize them alike")
+    architecture, whole = architecture_of(config), torch.stack([each for _, each in parts]) if others else first
+    kind = BLOCKS.get(suffix) or _outer_kind(module, first, recipe, tied=tied)
+    if kind is None:
+        dtype = first.dtype if first.dim() == 2 and "gate_inp" not in name else torch.float32
+        number = next((number for number, each in FLOATS.items() if each == dtype), None)
+        if number is None:
+            raise ConversionError(f"{first_name} is {dtype}, which is not written as GGUF here")
+        whole = whole.to(dtype)  # norms are in float32, and so is their sum
+        whole = whole + architecture.shift if architecture.shift and "norm" in module else whole
+    else:
+        number, whole = kind.number, whole if suffix in BLOCKS else rounded(whole, kind)
+    last = module.rpartition(".")[2]
+    heads, shared = config["num_attention_heads"], config.get("num_key_value_heads")
+    if architecture.rotated and last in ("q_proj", "k_proj"):
+        whole = in_pairs(whole, heads if last == "q_proj" else shared or heads)
+    return number, whole.contiguous().view(torch.uint8)
 
 
 def _outer_kind(module: str, meta: Tensor, recipe: str | None, *, tied: bool) -> BlockType | None:
@@ -157,7 +135,9 @@ def _float_nbytes(name: str, meta: Tensor, recipe: str | None, tied: bool) -> in
 
 
 def rounded(weight: Tensor, kind: BlockType) -> Tensor:
-    """Return a matrix, (out, in) in any float dtype, rounded to blocks, (out, bytes) uint8."""
+    """Return a matrix, (out, in) in any float dtype, rounded to blocks, (out, bytes) uint8; on the meta device, too."""
+    if weight.is_meta:
+        return weight.new_empty(len(weight), weight.shape[1] // kind.columns * kind.size, dtype=torch.uint8)
     how = QuantizeConfig(method="rtn", grid="mse", format="gguf").with_type(kind.name)
     parts = []
     for start in range(0, weight.shape[0], _ROWS):
