@@ -12,6 +12,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..errors import ShapeError
 
@@ -86,6 +87,17 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     for position in range(_OCTET):
         codes[..., position::_OCTET] = (value >> (bits * position)) & ((1 << bits) - 1)
     return codes
+
+
+def pack_stream(values: Tensor, bits: int) -> Tensor:
+    """Return the bit stream of any number of codes along the last axis, whose last word may be filled in part."""
+    count = values.shape[-1]
+    return pack(functional.pad(values, (0, -count % 32)), bits)[..., : -(-count * bits // 32)].contiguous()
+
+
+def unpack_stream(words: Tensor, bits: int, count: int) -> Tensor:
+    """Return what `pack_stream` packed, (..., count) uint8."""
+    return unpack(functional.pad(words, (0, -words.shape[-1] % bits)), bits)[..., :count].contiguous()
 
 
 def _fresh(tensor: Tensor) -> Tensor:

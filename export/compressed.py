@@ -16,7 +16,6 @@ given up weight_g_idx: servers refuse it.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,13 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..errors import CheckpointError
 from ..quantizer.config import QuantizeConfig
 from ..quantizer.grid import IntegerZeroPoint
 from ..quantizer.quantized import QuantizedWeight
-from .bits import pack, unpack
+from .bits import pack_stream, unpack_stream
 from .formats import Declared, Format, LayerSpec, declared_format
 from .layers import BIAS, INDEX, SCALES, WORDS, check_kinds, check_shapes, is_act_order, make_weight, stored_grid
 from .modules import (
@@ -72,12 +70,12 @@ def pack_layer(weight: QuantizedWeight) -> dict[str, Tensor]:
     """
     zero, scales = stored_grid(weight, "compressed-tensors")
     tensors = {
-        "weight_packed": _stream(weight.codes, weight.bits),
+        "weight_packed": pack_stream(weight.codes, weight.bits),
         "weight_scale": scales.contiguous(),
         "weight_shape": torch.tensor(weight.codes.shape),
     }
     if not weight.sym:
-        tensors["weight_zero_point"] = _stream(zero.t(), weight.bits).t().contiguous()
+        tensors["weight_zero_point"] = pack_stream(zero.t(), weight.bits).t().contiguous()
     if not weight.trivial_group_index:
         tensors["weight_g_idx"] = weight.group_index.contiguous()
     return tensors
@@ -132,12 +130,12 @@ def layer_spec(name: str, tensors: Mapping[str, Tensor], declared: Declared) -> 
 
 def unpack_layer(name: str, tensors: Mapping[str, Tensor], spec: LayerSpec) -> QuantizedWeight:
     """Return the weight that a layer's tensors hold, exactly; CheckpointError for scales that are not finite."""
-    codes = _from_stream(tensors["weight_packed"], spec.bits, spec.in_features)
+    codes = unpack_stream(tensors["weight_packed"], spec.bits, spec.in_features)
     zero = tensors.get("weight_zero_point")
     if zero is not None and zero.dtype == torch.int8:
         zero = zero.to(torch.int16) + (1 << (spec.bits - 1))
     elif zero is not None:
-        zero = _from_stream(zero.t(), spec.bits, spec.out_features).t()
+        zero = unpack_stream(zero.t(), spec.bits, spec.out_features).t()
     index = tensors.get("weight_g_idx")
     return make_weight(spec, codes, tensors["weight_scale"], zero, index, where=f"{name}.weight_scale")
 
@@ -278,18 +276,6 @@ def _as_pattern(target: str) -> str:
 
 def _words(count: int, bits: int) -> int:
     return -(-count * bits // 32)
-
-
-def _stream(values: Tensor, bits: int) -> Tensor:
-    """Return the bit stream of values, (..., n), along their last axis, whose last word may be filled in part."""
-    count = values.shape[-1]
-    return pack(functional.pad(values, (0, -count % 32)), bits)[..., : _words(count, bits)].contiguous()
-
-
-def _from_stream(words: Tensor, bits: int, count: int) -> Tensor:
-    """Return what `_stream` packed, (..., count) uint8."""
-    per_unit = bits // math.gcd(bits, 32)
-    return unpack(functional.pad(words, (0, -words.shape[-1] % per_unit)), bits)[..., :count].contiguous()
 
 
 FORMAT = Format(

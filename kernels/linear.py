@@ -6,7 +6,6 @@ activations.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import BackendError
-from ..export.bits import pack, unpack
+from ..export.bits import pack_stream, unpack_stream
 from ..quantizer.quantized import QuantizedWeight
 from .backends import BACKENDS, check_backend
 
@@ -113,9 +112,9 @@ class TorchLinear(QuantLinear):
         whole, zeros, least = whole_zero_points(weight), None, None
         if whole is not None and whole.max() - whole.min() < 2**self.bits:  # as in files: from 0 on, or from 1 on
             least = whole.min()
-            zeros = _to_stream(whole - least, self.bits)
+            zeros = pack_stream((whole - least).flatten(), self.bits)
         natural = not self.act_order and self.in_features % self.group_size == 0
-        self.register_buffer("words", _to_stream(weight.codes, self.bits))
+        self.register_buffer("words", pack_stream(weight.codes.flatten(), self.bits))
         self.register_buffer("scale", _narrowed(weight.scale))
         self.register_buffer("zeros", zeros)
         self.register_buffer("least_zero", least)
@@ -126,8 +125,10 @@ class TorchLinear(QuantLinear):
         """Return the weight, (out, in): what `QuantizedWeight.dequantize` gives, to the bit."""
         scale, offset = self.scale.float(), self.offset
         if self.zeros is not None:
-            offset = -((_from_stream(self.zeros, self.bits, scale.shape).float() + self.least_zero) * scale)
-        value = _from_stream(self.words, self.bits, (self.out_features, self.in_features)).float()
+            zeros = unpack_stream(self.zeros, self.bits, scale.numel()).view(scale.shape)
+            offset = -((zeros.float() + self.least_zero) * scale)
+        codes = unpack_stream(self.words, self.bits, self.out_features * self.in_features)
+        value = codes.view(self.out_features, self.in_features).float()
         if self.group_index is None:
             grouped = value.view(self.out_features, -1, self.group_size)
             grouped.mul_(scale.unsqueeze(-1)).add_(offset.unsqueeze(-1))
@@ -219,16 +220,6 @@ def whole_zero_points(weight: QuantizedWeight) -> Tensor | None:
     zero = torch.where(weight.scale == 0, 2.0 ** (weight.bits - 1), (-weight.offset / weight.scale).round())
     whole = torch.equal(-(zero * weight.scale), weight.offset)
     return zero.to(torch.int16) if whole and zero.min() >= 0 and zero.max() <= 2**weight.bits else None
-
-
-def _to_stream(values: Tensor, bits: int) -> Tensor:
-    """Pack values of `bits` bits into one stream of int32 words."""
-    return pack(functional.pad(values.flatten(), (0, -values.numel() % 32)), bits)  # 32 codes fill whole words
-
-
-def _from_stream(words: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
-    """Return what `_to_stream` packed, uint8."""
-    return unpack(words, bits)[: math.prod(shape)].view(shape)
 
 
 def _narrowed(scale: Tensor) -> Tensor:
