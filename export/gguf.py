@@ -99,7 +99,10 @@ def _content(
     """
     (first_name, first), *others = parts
     module, _, suffix = first_name.rpartition(".")
-    if any(each.shape != first.shape or each.dtype != first.dtype for _, each in others):
+    if any(
+        (each.shape, each.dtype, other.rpartition(".")[2]) != (first.shape, first.dtype, suffix)  # types can be as long
+        for other, each in others
+    ):
         raise ConversionError(f"{module} and others that GGUF stacks differ in shape or type: quantize them alike")
     architecture, whole = architecture_of(config), torch.stack([each for _, each in parts]) if others else first
     kind = BLOCKS.get(suffix) or _outer_kind(module, first, recipe, tied=tied)

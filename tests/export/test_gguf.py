@@ -426,6 +426,15 @@ def test_experts_beyond_ten_stand_in_their_order(tmp_path):
         assert float((found - expected).norm() / expected.norm()) < 0.02, number
 
 
+@pytest.mark.parametrize("kind", ["q4_0", "q8_0"])  # of blocks that take as much, and more
+def test_experts_of_different_types_are_refused_by_name(tmp_path, kind):
+    save(build("Mixtral", **{**WIDE, "num_hidden_layers": 1, "num_local_experts": 2}), tmp_path / "float")
+    settings = {"type": "q4_k", "method": "rtn", "group_size": 128, "sym": True}
+    overrides = {r"experts\.1\.up_proj": {"type": kind}}
+    with pytest.raises(ConversionError, match=r"experts\.0\.\w+ and others that GGUF stacks differ in shape or type"):
+        quantize(tmp_path / "float", tmp_path / "out", tokens(2, 16), overrides=overrides, **settings)
+
+
 def test_a_gguf_file_that_reads_back_differently_is_refused(tmp_path, monkeypatch):
     save(build(**{**NARROW, "num_hidden_layers": 1}), tmp_path / "float")
     write, count = GGUFWriter.write_tensor_data, []
