@@ -71,7 +71,7 @@ def write_model(directory: Path) -> None:
     if factors is not None:
         writer.add_tensor_info("rope_freqs.weight", factors.shape, np.dtype(np.float32), factors.nbytes)
     for name, names in sources.items():
-        number, planned = _content(name, [(each, tensors.meta(each)) for each in names], config, recipe, tied=tied)
+        number, planned = _content([(each, tensors.meta(each)) for each in names], config, recipe, tied=tied)
         kind = GGMLQuantizationType(number)
         writer.add_tensor_info(name, planned.shape, np.dtype(np.uint8), planned.nbytes, raw_dtype=kind)
     writer.write_header_to_file()
@@ -79,8 +79,8 @@ def write_model(directory: Path) -> None:
     writer.write_ti_data_to_file()
     if factors is not None:
         writer.write_tensor_data(factors.numpy())
-    for name, names in sources.items():
-        _, content = _content(name, [(each, tensors.get(each)) for each in names], config, recipe, tied=tied)
+    for names in sources.values():
+        _, content = _content([(each, tensors.get(each)) for each in names], config, recipe, tied=tied)
         writer.write_tensor_data(content.numpy())
     writer.close()
     _check(directory / FILE, tensors, sources, recipe)
@@ -90,7 +90,7 @@ def write_model(directory: Path) -> None:
 
 
 def _content(
-    name: str, parts: Sequence[tuple[str, Tensor]], config: Mapping[str, Any], recipe: str | None, *, tied: bool
+    parts: Sequence[tuple[str, Tensor]], config: Mapping[str, Any], recipe: str | None, *, tied: bool
 ) -> tuple[int, Tensor]:
     """Return ggml's number of the type of one tensor of the file, and its bytes, uint8, rows in llama.cpp's order.
 
@@ -107,7 +107,7 @@ def _content(
     architecture, whole = architecture_of(config), torch.stack([each for _, each in parts]) if others else first
     kind = BLOCKS.get(suffix) or _outer_kind(module, first, recipe, tied=tied)
     if kind is None:
-        dtype = first.dtype if first.dim() == 2 and "gate_inp" not in name else torch.float32
+        dtype = _outer_dtype(module, first)
         number = next((number for number, each in FLOATS.items() if each == dtype), None)
         if number is None:
             raise ConversionError(f"{first_name} is {dtype}, which is not written as GGUF here")
@@ -130,10 +130,16 @@ def _outer_kind(module: str, meta: Tensor, recipe: str | None, *, tied: bool) ->
     return BLOCKS[choose_type(recipe, "output" if tied else place, meta.shape[1])]
 
 
+def _outer_dtype(module: str, meta: Tensor) -> torch.dtype:
+    """Return the dtype of what stays in floating point: vectors and routers are in float32."""
+    return meta.dtype if meta.dim() == 2 and not module.endswith(".gate") else torch.float32
+
+
 def _float_nbytes(name: str, meta: Tensor, recipe: str | None, tied: bool) -> int:
-    kind = _outer_kind(name.removesuffix(".weight"), meta, recipe, tied=tied)
+    module = name.removesuffix(".weight")
+    kind = _outer_kind(module, meta, recipe, tied=tied)
     if kind is None:
-        return meta.numel() * (meta.dtype.itemsize if meta.dim() == 2 else 4)
+        return meta.numel() * _outer_dtype(module, meta).itemsize
     return meta.numel() // kind.columns * kind.size
 
 

@@ -197,7 +197,7 @@ def test_hidden_states_of_a_job_that_was_killed_go_with_the_next(tmp_path):
         (lambda: build("qwen3_moe"), {"bits": 3, "sym": False}),
         (lambda: build("llama"), {"format": "compressed-tensors"}),  # its output layer is the embedding
         (lambda: build("qwen2"), {"lm_head": True, "overrides": {"down_proj": {"bits": 8}, "o_proj": {"skip": True}}}),
-        (lambda: gguf_files.build("Mixtral", **gguf_files.NARROW, num_local_experts=4), {"type": "Q3_K_M"}),
+        (lambda: gguf_files.build("Mixtral", **gguf_files.NARROW, num_local_experts=4).bfloat16(), {"type": "Q3_K_M"}),
         (lambda: gguf_files.build("Qwen2", tie_word_embeddings=True), {"type": "Q4_K_S"}),
     ],
 )
