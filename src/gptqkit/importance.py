@@ -88,7 +88,7 @@ def _squared_inputs(
     out: Path,
 ) -> list[tuple[str, Tensor, int]]:
     """Return of every Linear in the blocks its stored name, the sums of x_j^2, (in,) float32, and how many tokens."""
-    targets, left = find_targets(model.model, dict(zip(model.paths, model.blocks, strict=True)), WIDEST)
+    targets, left = find_targets(model.model, WIDEST)
     tell(misfits(targets, left, WIDEST), strict=run.strict)
     found: list[tuple[str, Tensor, int]] = []
     total = sum(map(len, targets))

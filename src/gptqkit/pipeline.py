@@ -67,8 +67,7 @@ class Pipeline:
         self.model, self.config, self.job, self.processes, self.place = model, config, job, processes, run.activations
         # On a CPU blocks run in float32, on a GPU in the model's own dtype; solvers work in float32, or float64.
         self.device, self.dtype = processes.device, torch.float32 if processes.device.type == "cpu" else model.dtype
-        blocks = dict(zip(model.paths, model.blocks, strict=True))
-        self.targets, self.left = find_targets(model.model, blocks, config)
+        self.targets, self.left = find_targets(model.model, config)
         self.head = find_head(model.model, config)
         self._tell, self._told = partial(tell, strict=run.strict, log=processes.rank == 0), set[str]()
         self._run = run
