@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .assembly import check_block, open_part, stored_module, write_part
+from .assembly import assemble, check_block, open_part, stored_module, write_part
 from .calibration.samples import Samples
 from .distributed import Processes
 from .fisher import Outputs, measure_fisher
@@ -104,7 +104,7 @@ class Pipeline:
         how = {"paired": self.paired, "cross": self.cross, "drift": self.drift, "skip": self.config.skip_nonfinite}
         streams = Streams(self.model, self.batches, self.processes, **how)
         with self.model.outside(self.device, self.dtype):
-            for layer in range(streams.begin(self.job, self.dtype, self.place), layers):
+            for layer in range(streams.begin(self.job.folder, self.job.states, self.dtype, self.place), layers):
                 streams.enter(layer)
                 with streams.block(layer):
                     self._quantize_block(layer, streams, finished=layer < finished)
@@ -115,10 +115,16 @@ class Pipeline:
                     weights = {name: solution.weight for name, solution in solved.items()}
                     self._commit(None, weights, reports, streams, None)
 
-    def tune(self, directory: Path) -> TuningReport:
-        """Tune the scales of the complete checkpoint in `directory`."""
-        work = partial(tune, directory, self.model, self.batches, self.processes)
-        return work(epochs=self.config.tune_epochs, dtype=self.dtype, progress=self._progress)
+    def complete(self, tokenizer: Any) -> tuple[Path, TuningReport | None]:
+        """Make the checkpoint of all finished blocks, and tune its scales where asked; return its directory."""
+        with self.processes.together():
+            if self.processes.rank == 0:
+                assemble(self.job.folder, self.job.records, self.model, self.config, tokenizer, self._run.shard_size)
+        directory, epochs = self.job.folder / "checkpoint", self.config.tune_epochs
+        if not epochs:
+            return directory, None
+        how: dict[str, Any] = {"epochs": epochs, "dtype": self.dtype, "progress": self._progress}
+        return directory, tune(directory, self.model, self.batches, self.processes, **how)
 
     def report(self, name: str, calibration: Mapping[str, Any]) -> QuantizationReport:
         """Return the report on the whole, with the name of the model and what it was calibrated on."""

@@ -13,7 +13,6 @@ from .calibration.halves import parts_of
 from .calibration.samples import Samples
 from .distributed import Processes
 from .export.staging import remove_leftovers, scratch
-from .job import Scratch
 from .model import FloatModel
 from .run import LARGEST_BATCH, Run
 from .streams import Streams
@@ -43,7 +42,7 @@ def float_streams(
         remove_leftovers(out)
     processes.gather(None)  # before any of them makes a new one
     with scratch(out) as folder, model.outside(processes.device, dtype):
-        streams.begin(Scratch(folder, processes), dtype, place)
+        streams.begin(folder, None, dtype, place)
         yield streams
 
 
