@@ -41,7 +41,7 @@ from .export.staging import check_target
 from .hub import at_home, push
 from .identity import check_agreement, differences, identity_of
 from .job import Job, remove_ended, work_path
-from .loading import choose_device, load_tokenizer, open_tokenizer
+from .loading import choose_device, open_tokenizer
 from .memory import estimate
 from .model import FloatModel
 from .modes import in_plain_modes
@@ -134,9 +134,7 @@ def quantize(
             if not (run.resume and work_path(out).exists()):
                 check_target(out, overwrite=run.overwrite)
             check_apart(source.path, out)
-            if tokenizer is None:
-                tokenizer = load_tokenizer(source.path, trust_remote_code=run.trust_remote_code)
-            tokenizer = open_tokenizer(tokenizer, trust_remote_code=run.trust_remote_code)
+            tokenizer = open_tokenizer(tokenizer, source.path, trust_remote_code=run.trust_remote_code)
             find_format(config.format).accept(source.model.config.to_dict(), tokenizer, source.tensor_names)
             samples = None if calibration is None else drawn_samples(source, calibration, tokenizer)
             length = default_length(source.model) if samples is None else samples.input_ids.shape[1]

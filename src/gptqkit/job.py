@@ -207,8 +207,6 @@ class Job:
         """Make the work directory, or take it up."""
         known = self.folder / "job.json"
         remove_leftovers(self.out)
-        if not self.folder.exists():
-            check_target(self.out, overwrite=self._overwrite)
         self._lock = _locked(self.folder)
         unfinished = _is_unfinished(self.folder)
         environment = {"threads": torch.get_num_threads(), "processes": self._processes.size, **versions()}

@@ -33,7 +33,7 @@ from .report import BlockReport, ModuleReport, QuantizationReport, TuningReport
 from .run import Run
 from .solving import Measured, Solved, solve_all
 from .streams import Streams
-from .targets import Target, find_head, find_targets, matrix, misfits, tell
+from .targets import Target, find_head, find_targets, matrix, tell_misfits
 from .tuning import tune
 from .walking import own_batches
 
@@ -69,10 +69,11 @@ class Pipeline:
         self.device, self.dtype = processes.device, torch.float32 if processes.device.type == "cpu" else model.dtype
         self.targets, self.left = find_targets(model.model, config)
         self.head = find_head(model.model, config)
-        self._tell, self._told = partial(tell, strict=run.strict, log=processes.rank == 0), set[str]()
+        self._tell = partial(tell_misfits, config=config, strict=run.strict, log=processes.rank == 0)
+        self._told: set[str] = set()
         self._run = run
         self._metric: torch.Tensor | None = None
-        self._tell(misfits(self.targets, self.left, config))
+        self._tell(self.targets, self.left)
         self.calibrated = samples is not None
         needs = (pairs_models, needs_cross, needs_drift)
         self.paired, self.cross, self.drift = (self.calibrated and each(config) for each in needs)
@@ -186,16 +187,15 @@ class Pipeline:
             return solved, reports
         solved, reports = {}, []
         groups = streams.trace(layer, self.targets[layer])
-        called = {target.name for group in groups for subset in group.subsets for target in subset}
-        silent = [target for target in self.targets[layer] if target.name not in called]
+        called = [target for group in groups for subset in group.subsets for target in subset]
+        silent = [target for target in self.targets[layer] if target not in called]
         self.left |= dict.fromkeys((target.name for target in silent), UNCALLED)
         self._total -= len(silent)
         fresh = {target.name: UNCALLED for target in silent if target.inner not in self._told}
         self._told |= {target.inner for target in silent}  # told of one block, not of all
-        self._tell(misfits([], fresh, self.config))
+        self._tell([], fresh)
         metric = self._metric_of(layer)
-        ahead = [target for group in groups for subset in group.subsets for target in subset]
-        outputs = None if metric is None else Outputs(streams, layer, ahead, metric)
+        outputs = None if metric is None else Outputs(streams, layer, called, metric)
         for together in [[group] for group in groups] if self.config.true_sequential else [groups]:
             now: dict[str, Solution] = {}
             for measured in streams.collect(layer, together, twin):

@@ -262,8 +262,10 @@ def checkpoint_bytes(model: PreTrainedModel, targets: Iterable[Target], config: 
     return sum(packed.values()), sum(size(name, tensor, config.type, tied) for name, tensor in others)
 
 
-def misfits(targets: list[list[Target]], left: Mapping[str, str], config: QuantizeConfig) -> list[str]:
-    """Return what is not quantized as asked, in a line for each kind."""
+def tell_misfits(
+    targets: list[list[Target]], left: Mapping[str, str], config: QuantizeConfig, *, strict: bool, log: bool = True
+) -> None:
+    """Log what is not quantized as asked, in a line for each kind; ConfigError where that is `strict`ly wanted."""
     lines = []
     if left:
         named = some(f"{name} ({why})" for name, why in left.items())
@@ -281,14 +283,9 @@ def misfits(targets: list[list[Target]], left: Mapping[str, str], config: Quanti
         lines.append(f"{len(smaller)} Linears take smaller groups, which divide their columns: {some(smaller)}")
     if narrow:
         lines.append(f"{len(narrow)} Linears take larger types, their columns being no multiple of 256: {some(narrow)}")
-    return lines
-
-
-def tell(problems: list[str], *, strict: bool, log: bool = True) -> None:
-    """Log what is not quantized as asked, as `misfits` found it; ConfigError where that is `strict`ly wanted."""
-    if strict and problems:
-        raise ConfigError(f"{'; '.join(problems)}; change the settings for these, or leave strict out")
-    for line in problems if log else ():
+    if strict and lines:
+        raise ConfigError(f"{'; '.join(lines)}; change the settings for these, or leave strict out")
+    for line in lines if log else ():
         _LOG.warning("%s", line)
 
 
