@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 import gptqkit
 from gptqkit import job
+from gptqkit.api import explained_memory
 from gptqkit.distributed import Processes, join
-from gptqkit.errors import GptqkitError, RankError
+from gptqkit.errors import AbandonedError, DoesNotFitError, GptqkitError, RankError
 from gptqkit.job import work_path
 from support.jobs import CASES, before_blocks, contents, die, processes, quantize, too_little_memory
 from support.models import samples
@@ -159,6 +160,14 @@ def test_shares_are_a_balanced_partition_that_keeps_batches_whole(size):
         units = [-(-len(share) // step) for share in shares]
         assert max(units) - min(units) <= 1
         assert len(shares[0]) > 0 or count == 0  # rank 0 runs what was written
+
+
+def test_memory_that_another_process_lacks_is_told_by_that_one():
+    why = "rank 0 of 2 failed (RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory)"
+    with pytest.raises(AbandonedError, match="rank 0 of 2"), explained_memory():
+        raise AbandonedError(why)
+    with pytest.raises(DoesNotFitError, match="out of memory with one sample per batch"), explained_memory():
+        raise RuntimeError("can't allocate memory")
 
 
 def test_one_process_needs_no_group(monkeypatch):

@@ -158,8 +158,7 @@ def test_errors_of_linears_weigh_what_they_change_behind_their_block(tmp_path, n
     source = FloatModel(tmp_path / "float")
     alone = Processes(0, 1, torch.device("cpu"))
     paths = list(find_blocks(model)[0])
-    blocks = dict(zip(source.paths, source.blocks, strict=True))
-    targets = find_targets(source.model, blocks, QuantizeConfig(group_size=32))[0][0]
+    targets = find_targets(source.model, QuantizeConfig(group_size=32))[0][0]
     (target,) = (each for each in targets if each.inner == inner)
     with float_streams(source, tokens, alone, Run(device="cpu"), tmp_path / "out") as streams:
         streams.enter(0)

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .architecture import without_bars
-from .assembly import assemble
 from .calibration.batches import out_of_memory
 from .calibration.config import Calibration, calibration_of
 from .calibration.halves import vocabulary
@@ -27,6 +26,7 @@ from .errors import (
     CheckpointError,
     ConfigError,
     DoesNotFitError,
+    GptqkitError,
     OutputExistsError,
 )
 from .evaluating import check_length, check_text_to_text, default_length, evaluate, is_encoder
@@ -41,7 +41,7 @@ from .export.staging import check_target
 from .hub import at_home, push
 from .identity import check_agreement, differences, identity_of
 from .job import Job, remove_ended, work_path
-from .loading import choose_device, load_tokenizer, open_tokenizer
+from .loading import choose_device, open_tokenizer
 from .memory import estimate
 from .model import FloatModel
 from .modes import in_plain_modes
@@ -127,17 +127,14 @@ def quantize(
         with processes.together():
             source = FloatModel(path, trust_remote_code=run.trust_remote_code, revision=run.revision)
             asked = _asked(calibration)
-            done = _finished(out, config, source, asked, run) if processes.rank == 0 else None
+            done = _finished(out, config, source, asked, run, evaluate_on) if processes.rank == 0 else None
         if (done := processes.gather(done)[0]) is not None:
-            _warn_unmeasured(done, out, evaluate_on)
             return QuantizeResult(done, out, _pushed(out, run, processes))
         with processes.together():
             if not (run.resume and work_path(out).exists()):
                 check_target(out, overwrite=run.overwrite)
             check_apart(source.path, out)
-            if tokenizer is None:
-                tokenizer = load_tokenizer(source.path, trust_remote_code=run.trust_remote_code)
-            tokenizer = open_tokenizer(tokenizer, trust_remote_code=run.trust_remote_code)
+            tokenizer = open_tokenizer(tokenizer, source.path, trust_remote_code=run.trust_remote_code)
             find_format(config.format).accept(source.model.config.to_dict(), tokenizer, source.tensor_names)
             samples = None if calibration is None else drawn_samples(source, calibration, tokenizer)
             length = default_length(source.model) if samples is None else samples.input_ids.shape[1]
@@ -148,16 +145,16 @@ def quantize(
         check_agreement(processes, identity)
         with Job(out, identity, processes, resume=run.resume, overwrite=run.overwrite) as job:
             job.check_shared()
-            if config.chooses_bits and samples is not None:
-                with explained_memory():
+            with explained_memory():
+                if config.chooses_bits and samples is not None:
                     config = job.chosen() or job.choose(
                         with_chosen_bits(source, samples, config, processes, run, progress, out)
                     )
-            pipeline = Pipeline(source, samples, config, job, processes, run=run, progress=progress)
-            with explained_memory():
+                pipeline = Pipeline(source, samples, config, job, processes, run=run, progress=progress)
                 pipeline.run()
-            report = pipeline.report(name, asked)
-            staged, report = _completed(job, pipeline, tokenizer, run, report)
+                report = pipeline.report(name, asked)
+                staged, tuning = pipeline.complete(tokenizer)
+                report = replace(report, tuning=tuning)
             with processes.together():
                 if processes.rank == 0:
                     if text is not None:
@@ -201,27 +198,13 @@ def _asked(calibration: Calibration | None) -> dict[str, Any]:
     return {} if calibration is None else {**vars(calibration), "source": public_name(calibration.source)}
 
 
-def _completed(
-    job: Job, pipeline: Pipeline, tokenizer: Any, run: Run, report: QuantizationReport
-) -> tuple[Path, QuantizationReport]:
-    """Make the checkpoint of all finished blocks, and tune its scales where asked; return it and the report."""
-    with pipeline.processes.together():
-        if pipeline.processes.rank == 0:
-            assemble(job.folder, job.records, pipeline.model, pipeline.config, tokenizer, run.shard_size)
-    staged = job.folder / "checkpoint"
-    if pipeline.config.tune_epochs:
-        with explained_memory():
-            report = replace(report, tuning=pipeline.tune(staged))
-    return staged, report
-
-
 @contextmanager
 def explained_memory() -> Iterator[None]:
     """Say what helps where memory runs out with a single sample."""
     try:
         yield
     except RuntimeError as error:
-        if not out_of_memory(error):
+        if isinstance(error, GptqkitError) or not out_of_memory(error):  # another process says so itself
             raise
         raise DoesNotFitError(
             f"out of memory with one sample per batch ({str(error).splitlines()[0]}); use --activations disk "
@@ -239,9 +222,12 @@ def _check_predicts(source: FloatModel, config: QuantizeConfig) -> None:
 
 
 def _finished(
-    out: Path, config: QuantizeConfig, source: FloatModel, asked: Mapping[str, Any], run: Run
+    out: Path, config: QuantizeConfig, source: FloatModel, asked: Mapping[str, Any], run: Run, text: Any
 ) -> QuantizationReport | None:
-    """Return the report of a finished checkpoint of the same model and settings; None where there is none to resume."""
+    """Return the report of a finished checkpoint of the same model and settings; None where there is none to resume.
+
+    It is not measured any more: where it was not on `text`, a warning says so.
+    """
     if run.overwrite or not run.resume:
         return None
     remove_ended(out)
@@ -257,14 +243,9 @@ def _finished(
             f"{out} is finished, but is another job's: {some(different)}; choose another directory, or overwrite it"
         )
     _LOG.info("%s was finished before; there is nothing to resume", out)
-    return report
-
-
-def _warn_unmeasured(report: QuantizationReport, out: Path, text: Any) -> None:
-    """Say that a finished checkpoint is not measured any more, where it was not on a text that is asked for."""
-    measured = [row.get("dataset") for row in report.perplexity]
-    if text is not None and public_name(text) not in measured:
+    if text is not None and public_name(text) not in [row.get("dataset") for row in report.perplexity]:
         _LOG.warning("%s is not measured on %s, being finished; use gptqkit evaluate", out, public_name(text))
+    return report
 
 
 @contextmanager

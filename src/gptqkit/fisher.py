@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .calibration.batches import pieces
-from .calibration.cache import Handed
+from .calibration.cache import ActivationCache, Handed
 from .calibration.capture import running_backwards
 from .calibration.samples import Samples
 from .distributed import Processes
@@ -237,7 +237,7 @@ class _Gradients:
 
     def __init__(self, streams: Streams) -> None:
         self._streams, self._blocks = streams, streams.stacks[-1].blocks
-        self._states = streams.room("behind")  # of each block, until gradients take their places
+        self._behind: dict[int, ActivationCache] = {}  # each block: states, until gradients take their places
         self._handed: dict[int, dict[str, Handed]] = {}  # to each block
 
     def moments(self) -> tuple[Tensor, int]:
@@ -249,7 +249,9 @@ class _Gradients:
             with streams.block(layer):
                 streams.advance("hidden", layer, block, resumable=False)
             if layer in self._blocks:
-                self._each(partial(self._keep, layer))
+                self._behind[layer] = streams.room(layer)
+                for batch, states in batches.results(streams.caches["hidden"].read):
+                    self._behind[layer].write(batch, states)
         with streams.head():
             for sample in batches.mine:
                 self._predicted(range(sample, sample + 1))
@@ -259,29 +261,25 @@ class _Gradients:
             streams.handed = self._handed.pop(layer)
             with streams.block(layer):
                 twin = _twin(streams.model.blocks[layer])
-                self._each(partial(self._back, layer, twin))
+                for batch, gradients in batches.results(partial(self._back, layer, twin)):
+                    self._behind[layer - 1].write(batch, gradients)
             total += self._moment(layer - 1)
         return total * (tokens / len(self._blocks)), tokens
 
     def _moment(self, layer: int) -> Tensor:
         """Return the sum of g gT behind a block, with 1 for the mean of its diagonal; 0 where g is 0."""
-        width, mine = self._states.shape[-1], self._streams.batches.mine
-        total = torch.zeros(width, width, dtype=torch.float32, device=self._states.device)
-        for sample in mine:
-            rows = self._read(layer, range(sample, sample + 1)).reshape(-1, width).float()
+        states = self._behind[layer]
+        width = states.shape[-1]
+        total = torch.zeros(width, width, dtype=torch.float32, device=states.device)
+        for sample in states.samples:
+            rows = states.read(range(sample, sample + 1)).reshape(-1, width).float()
             total.addmm_(rows.T, rows)
         return total / total.diagonal().mean().clamp(min=torch.finfo(total.dtype).tiny)
 
-    def _each(self, work: Callable[[range], None]) -> None:
-        for _ in self._streams.batches.results(work):
-            pass
-
-    def _keep(self, layer: int, batch: range) -> None:
-        self._write(layer, batch, self._streams.caches["hidden"].read(batch))
-
     def _predicted(self, sample: range) -> None:
         """Put the gradients of a sample's drawn tokens in the place of what left the last block."""
-        batches, hidden = self._streams.batches, self._read(self._blocks[-1], sample)
+        batches, states = self._streams.batches, self._behind[self._blocks[-1]]
+        hidden = states.read(sample)
         mask = batches.mask(sample, len(batches.parts) - 1)
         generator = torch.Generator().manual_seed(sample.start)
         draws = torch.rand(mask.shape, generator=generator, dtype=torch.float32).to(batches.device)
@@ -291,26 +289,14 @@ class _Gradients:
         drawn = torch.searchsorted(chances.cumsum(-1), draws.unsqueeze(-1)).clamp_(max=chances.shape[-1] - 1)
         chances.scatter_add_(-1, drawn, torch.full_like(drawn, -1, dtype=chances.dtype))
         along = chances.mul_(mask.unsqueeze(-1)).to(logits.dtype)
-        self._write(self._blocks[-1], sample, _gradients(logits, hidden, along))
+        states.write(sample, _gradients(logits, hidden, along))
 
-    def _back(self, layer: int, block: nn.Module, batch: range) -> None:
-        """Bring the gradients of a batch from behind a block to behind the one before it."""
-        hidden = self._read(layer - 1, batch).requires_grad_()
+    def _back(self, layer: int, block: nn.Module, batch: range) -> Tensor:
+        """Return the gradients of a batch behind the block before, from those behind `block`, of number `layer`."""
+        hidden = self._behind[layer - 1].read(batch).requires_grad_()
         with torch.enable_grad():
             leaving = self._streams.through(batch, layer, block, hidden.clone())
-        self._write(layer - 1, batch, _gradients(leaving, hidden, self._read(layer, batch)))
-
-    def _read(self, layer: int, batch: range) -> Tensor:
-        return self._states.read(self._place(layer, batch))
-
-    def _write(self, layer: int, batch: range, states: Tensor) -> None:
-        self._states.write(self._place(layer, batch), states)
-
-    def _place(self, layer: int, batch: range) -> range:
-        """Return where the states of a batch behind a block stand."""
-        mine = self._streams.batches.mine
-        start = (layer - self._blocks.start) * len(mine) - mine.start
-        return range(start + batch.start, start + batch.stop)
+        return _gradients(leaving, hidden, self._behind[layer].read(batch))
 
 
 def _gradients(states: Tensor, entered: Tensor, along: Tensor) -> Tensor:

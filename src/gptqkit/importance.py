@@ -19,15 +19,16 @@ from .distributed import Processes, join
 from .errors import ConfigError, OutputExistsError
 from .export.checkpoint import public_name
 from .export.imatrix import write_imatrix
+from .export.staging import remove_leftovers
 from .hub import at_home
-from .loading import choose_device, load_tokenizer, open_tokenizer
+from .loading import choose_device, open_tokenizer
 from .model import FloatModel
 from .modes import in_plain_modes
 from .progress import Progress, ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
 from .run import Run
 from .settings import settings_of
-from .targets import find_targets, misfits, tell
+from .targets import find_targets, tell_misfits
 from .walking import float_blocks
 
 WIDEST = QuantizeConfig(type="q8_0")  # of blocks of 32 columns: the widest choice of Linears
@@ -68,9 +69,9 @@ def imatrix(
         if processes.size > 1:
             raise ConfigError(f"an importance matrix is made by one process, not by {processes.size}")
         source = FloatModel(path, trust_remote_code=run.trust_remote_code, revision=run.revision)
-        if tokenizer is None:
-            tokenizer = load_tokenizer(source.path, trust_remote_code=run.trust_remote_code)
-        samples = drawn_samples(source, calibration, open_tokenizer(tokenizer, trust_remote_code=run.trust_remote_code))
+        tokenizer = open_tokenizer(tokenizer, source.path, trust_remote_code=run.trust_remote_code)
+        samples = drawn_samples(source, calibration, tokenizer)
+        remove_leftovers(out)
         with explained_memory():
             sums = _squared_inputs(source, samples, processes, run, progress, out)
     count, length = samples.input_ids.shape
@@ -88,8 +89,8 @@ def _squared_inputs(
     out: Path,
 ) -> list[tuple[str, Tensor, int]]:
     """Return of every Linear in the blocks its stored name, the sums of x_j^2, (in,) float32, and how many tokens."""
-    targets, left = find_targets(model.model, dict(zip(model.paths, model.blocks, strict=True)), WIDEST)
-    tell(misfits(targets, left, WIDEST), strict=run.strict)
+    targets, left = find_targets(model.model, WIDEST)
+    tell_misfits(targets, left, WIDEST, strict=run.strict)
     found: list[tuple[str, Tensor, int]] = []
     total = sum(map(len, targets))
     for layer, streams in float_blocks(model, samples, processes, run, out):

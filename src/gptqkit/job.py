@@ -61,28 +61,21 @@ _OWN = re.compile(  # the files of a job
 )
 
 
-class Scratch:
-    """A folder in which this process keeps hidden states; nothing is resumed from it, so none are known as `states`."""
+def states_file(folder: Path, stream: str, layer: int, rank: int, *, again: bool = False) -> Path:
+    """Return where a process keeps the hidden states of a stream that enter block `layer`.
 
-    states: dict[str, Any] | None = None
-
-    def __init__(self, folder: Path, processes: Processes) -> None:
-        self.folder, self._processes = folder, processes
-
-    def states_file(self, stream: str, layer: int, *, again: bool = False) -> Path:
-        """Return where this process keeps the hidden states of a stream that enter block `layer`.
-
-        `again` is for what is read from such files, perhaps those of other processes.
-        """
-        return self.folder / f"{stream}-{layer:05}{'r' * again}-{self._processes.rank}.bin"
+    `again` is for what is read from such files, perhaps those of other processes.
+    """
+    return folder / f"{stream}-{layer:05}{'r' * again}-{rank}.bin"
 
 
-class Job(Scratch):
+class Job:
     """A work directory, made or taken up where an earlier process left it; a context that keeps or discards it.
 
     Rank 0 writes it all, but for hidden states, of which every process writes its own.
 
     Attributes:
+        folder: The directory.
         records: Those of the finished blocks, in order.
         states: What states.json says; None before the first save.
 
@@ -94,8 +87,8 @@ class Job(Scratch):
     def __init__(
         self, out: Path, identity: Mapping[str, Any], processes: Processes, *, resume: bool, overwrite: bool
     ) -> None:
-        super().__init__(work_path(out), processes)
-        self.out, self._overwrite, self._lock = out, overwrite, -1
+        self.folder, self.out = work_path(out), out
+        self._processes, self._overwrite, self._lock = processes, overwrite, -1
         try:
             with processes.together():
                 if processes.rank == 0:
@@ -103,9 +96,12 @@ class Job(Scratch):
             with processes.together():
                 found = self._read() if processes.rank == 0 else ([], None)
             self.records: list[dict[str, Any]]
+            self.states: dict[str, Any] | None
             self.records, self.states = processes.gather(found)[0]
         except BaseException:  # Ctrl-C too: a notebook that goes on must not hold the lock
-            self._give_up()
+            if self._lock >= 0 and not (self.folder / "job.json").exists():  # no job has begun
+                _delete(self.folder)
+            self._unlock()
             raise
         self._start = self._saved = time.monotonic()
         self._before: float = self.records[-1]["seconds"] if self.records else 0.0
@@ -186,7 +182,7 @@ class Job(Scratch):
         for stream, cache in caches.items():
             if stream in kept:
                 continue
-            file = self.states_file(stream, layer)
+            file = states_file(self.folder, stream, layer, self._processes.rank)
             cache.save(file)
             mine[stream] = (file.name, cache.samples.start, cache.samples.stop, digest(file))
         files = {stream: [of_one[stream] for of_one in self._processes.gather(mine)] for stream in mine}
@@ -211,8 +207,6 @@ class Job(Scratch):
         """Make the work directory, or take it up."""
         known = self.folder / "job.json"
         remove_leftovers(self.out)
-        if not self.folder.exists():
-            check_target(self.out, overwrite=self._overwrite)
         self._lock = _locked(self.folder)
         unfinished = _is_unfinished(self.folder)
         environment = {"threads": torch.get_num_threads(), "processes": self._processes.size, **versions()}
@@ -246,12 +240,6 @@ class Job(Scratch):
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
-
-    def _give_up(self) -> None:
-        """Let go of the work directory, and delete it where no job has begun in it."""
-        if self._lock >= 0 and not (self.folder / "job.json").exists():
-            self._discard()
-        self._unlock()
 
     def _discard(self) -> None:
         """Delete the work directory."""

@@ -283,13 +283,15 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool) -> Any | None:
         return AutoTokenizer.from_pretrained(path, **how)
 
 
-def open_tokenizer(tokenizer: Any, *, trust_remote_code: bool = False) -> Any:
-    """Return a tokenizer as it is, or the one in a folder or of a Hub id.
+def open_tokenizer(tokenizer: Any, beside: Path | None = None, *, trust_remote_code: bool = False) -> Any:
+    """Return a tokenizer as it is, or the one in a folder or of a Hub id; for None that of the model in `beside`.
 
     Raises:
         DatasetUnavailableError: There is none.
         ConfigError: It is neither.
     """
+    if tokenizer is None and beside is not None:
+        return load_tokenizer(beside, trust_remote_code=trust_remote_code)
     if not isinstance(tokenizer, (str, Path)):
         if tokenizer is not None and not callable(tokenizer):
             raise ConfigError(f"tokenizer is {tokenizer!r}; give a tokenizer, or the folder or Hub id of one")

@@ -52,9 +52,8 @@ from .quantizer.rows import PARTS
 from .run import LARGEST_BATCH, Run
 from .sensitivity import reachable
 from .settings import settings_of
-from .sizes import checkpoint_bytes, packed_bytes
 from .subsets import STATISTICS_BYTES, input_bytes, output_bytes
-from .targets import Target, find_blocks, find_head, find_targets
+from .targets import Target, checkpoint_bytes, find_blocks, find_head, find_targets
 from .units import size_text
 
 _LOG = logging.getLogger("gptqkit")
@@ -159,8 +158,7 @@ def plan(
     if out is not None:
         check_apart(folder, Path(at_home(out)))
     if config.chooses_bits:
-        blocks = {path: block for stack in find_blocks(empty.model) for path, block in stack.items()}
-        reachable(empty.model, find_targets(empty.model, blocks, config)[0], config)
+        reachable(empty.model, find_targets(empty.model, config)[0], config)
     beside = Path.cwd() if out is None else Path(at_home(out)).parent
     return estimate(empty, config, shape, run, choose_device(run.device), beside)
 
@@ -180,9 +178,8 @@ def estimate(
     share the samples, and on this machine the RAM.
     """
     model, stored, on_cpu = empty.model, empty.model.dtype, device.type == "cpu"
-    named = {path: block for stack in find_blocks(model) for path, block in stack.items()}
-    blocks = nn.ModuleList(named.values())
-    targets, head = find_targets(model, named, config)[0], find_head(model, config)
+    blocks = nn.ModuleList(block for stack in find_blocks(model) for block in stack.values())
+    targets, head = find_targets(model, config)[0], find_head(model, config)
     parts = [*targets, [head] if head else []]
     every = [target for part in parts for target in part]
     dtype = torch.float32 if on_cpu else stored
@@ -277,7 +274,7 @@ def _bytes(module: nn.Module, dtype: torch.dtype) -> int:
 
 def _made_again(parts: Sequence[list[Target]], config: QuantizeConfig, run: Run) -> bool:
     """Whether other files are made of all parts: small ones are joined, and some formats are one file."""
-    small = 2 * max(sum(map(packed_bytes, part)) for part in parts) <= min(run.shard_size, JOINED_BYTES)
+    small = 2 * max(sum(target.packed_bytes for target in part) for part in parts) <= min(run.shard_size, JOINED_BYTES)
     return small or find_format(config.format).finish is not None
 
 

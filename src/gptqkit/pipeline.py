@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .assembly import check_block, open_part, stored_module, write_part
+from .assembly import assemble, check_block, open_part, stored_module, write_part
 from .calibration.samples import Samples
 from .distributed import Processes
 from .fisher import Outputs, measure_fisher
@@ -33,7 +33,7 @@ from .report import BlockReport, ModuleReport, QuantizationReport, TuningReport
 from .run import Run
 from .solving import Measured, Solved, solve_all
 from .streams import Streams
-from .targets import Target, find_head, find_targets, matrix, misfits, tell
+from .targets import Target, find_head, find_targets, matrix, tell_misfits
 from .tuning import tune
 from .walking import own_batches
 
@@ -67,13 +67,13 @@ class Pipeline:
         self.model, self.config, self.job, self.processes, self.place = model, config, job, processes, run.activations
         # On a CPU blocks run in float32, on a GPU in the model's own dtype; solvers work in float32, or float64.
         self.device, self.dtype = processes.device, torch.float32 if processes.device.type == "cpu" else model.dtype
-        blocks = dict(zip(model.paths, model.blocks, strict=True))
-        self.targets, self.left = find_targets(model.model, blocks, config)
+        self.targets, self.left = find_targets(model.model, config)
         self.head = find_head(model.model, config)
-        self._tell, self._told = partial(tell, strict=run.strict, log=processes.rank == 0), set[str]()
+        self._tell = partial(tell_misfits, config=config, strict=run.strict, log=processes.rank == 0)
+        self._told: set[str] = set()
         self._run = run
         self._metric: torch.Tensor | None = None
-        self._tell(misfits(self.targets, self.left, config))
+        self._tell(self.targets, self.left)
         self.calibrated = samples is not None
         needs = (pairs_models, needs_cross, needs_drift)
         self.paired, self.cross, self.drift = (self.calibrated and each(config) for each in needs)
@@ -105,7 +105,7 @@ class Pipeline:
         how = {"paired": self.paired, "cross": self.cross, "drift": self.drift, "skip": self.config.skip_nonfinite}
         streams = Streams(self.model, self.batches, self.processes, **how)
         with self.model.outside(self.device, self.dtype):
-            for layer in range(streams.begin(self.job, self.dtype, self.place), layers):
+            for layer in range(streams.begin(self.job.folder, self.job.states, self.dtype, self.place), layers):
                 streams.enter(layer)
                 with streams.block(layer):
                     self._quantize_block(layer, streams, finished=layer < finished)
@@ -116,10 +116,16 @@ class Pipeline:
                     weights = {name: solution.weight for name, solution in solved.items()}
                     self._commit(None, weights, reports, streams, None)
 
-    def tune(self, directory: Path) -> TuningReport:
-        """Tune the scales of the complete checkpoint in `directory`."""
-        work = partial(tune, directory, self.model, self.batches, self.processes)
-        return work(epochs=self.config.tune_epochs, dtype=self.dtype, progress=self._progress)
+    def complete(self, tokenizer: Any) -> tuple[Path, TuningReport | None]:
+        """Make the checkpoint of all finished blocks, and tune its scales where asked; return its directory."""
+        with self.processes.together():
+            if self.processes.rank == 0:
+                assemble(self.job.folder, self.job.records, self.model, self.config, tokenizer, self._run.shard_size)
+        directory, epochs = self.job.folder / "checkpoint", self.config.tune_epochs
+        if not epochs:
+            return directory, None
+        how: dict[str, Any] = {"epochs": epochs, "dtype": self.dtype, "progress": self._progress}
+        return directory, tune(directory, self.model, self.batches, self.processes, **how)
 
     def report(self, name: str, calibration: Mapping[str, Any]) -> QuantizationReport:
         """Return the report on the whole, with the name of the model and what it was calibrated on."""
@@ -181,16 +187,15 @@ class Pipeline:
             return solved, reports
         solved, reports = {}, []
         groups = streams.trace(layer, self.targets[layer])
-        called = {target.name for group in groups for subset in group.subsets for target in subset}
-        silent = [target for target in self.targets[layer] if target.name not in called]
+        called = [target for group in groups for subset in group.subsets for target in subset]
+        silent = [target for target in self.targets[layer] if target not in called]
         self.left |= dict.fromkeys((target.name for target in silent), UNCALLED)
         self._total -= len(silent)
         fresh = {target.name: UNCALLED for target in silent if target.inner not in self._told}
         self._told |= {target.inner for target in silent}  # told of one block, not of all
-        self._tell(misfits([], fresh, self.config))
+        self._tell([], fresh)
         metric = self._metric_of(layer)
-        ahead = [target for group in groups for subset in group.subsets for target in subset]
-        outputs = None if metric is None else Outputs(streams, layer, ahead, metric)
+        outputs = None if metric is None else Outputs(streams, layer, called, metric)
         for together in [[group] for group in groups] if self.config.true_sequential else [groups]:
             now: dict[str, Solution] = {}
             for measured in streams.collect(layer, together, twin):

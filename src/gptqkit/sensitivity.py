@@ -25,10 +25,9 @@ from .quantizer.allocation import Candidate, allocate_bits
 from .quantizer.config import BITS, ModuleOverride, QuantizeConfig
 from .quantizer.gptq import solve_gptq
 from .run import Run
-from .sizes import checkpoint_bytes
 from .solving import naming
 from .streams import Streams
-from .targets import Target, find_head, find_targets, matrix, misfits, tell
+from .targets import Target, checkpoint_bytes, find_head, find_targets, matrix, tell_misfits
 from .units import size_text
 from .walking import float_blocks
 
@@ -103,9 +102,8 @@ def sensitivities(
 
     Arguments and errors are those of `with_chosen_bits`.
     """
-    blocks = dict(zip(source.paths, source.blocks, strict=True))
-    targets, left = find_targets(source.model, blocks, config)
-    tell(misfits(targets, left, config), strict=run.strict, log=False)
+    targets, left = find_targets(source.model, config)
+    tell_misfits(targets, left, config, strict=run.strict, log=False)
     whole = bytes_as_asked(source.model, targets, config)  # later, they are not tied, nor in their dtype
     if config.chooses_bits:  # a target that is out of reach shows before any work
         budget, free = reachable(source.model, targets, config)

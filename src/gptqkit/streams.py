@@ -28,7 +28,7 @@ from .calibration.capture import (
 )
 from .calibration.statistics import InputStatistics
 from .distributed import Processes
-from .job import Scratch
+from .job import states_file
 from .model import FloatModel
 from .solving import Measured
 from .stacks import Stack, hidden_states, probe_stack
@@ -71,25 +71,28 @@ class Streams:
         self._again: set[str] = set()  # Linears that a block calls several times
         self._sums: dict[str, str] = {}  # of Linears whose outputs are added to what enters another module: this one
 
-    def begin(self, job: Scratch, dtype: torch.dtype, place: str) -> int:
-        """Find out how all blocks are called, and take up what was saved last; return the block that comes next."""
-        self._job, self._dtype, self._place = job, dtype, place
+    def begin(self, folder: Path, saved: Mapping[str, Any] | None, dtype: torch.dtype, place: str) -> int:
+        """Find out how all blocks are called, and take up what was saved last; return the block that comes next.
+
+        Hidden states are kept in `place`, on disk in `folder`, where those that a job `saved` are, too.
+        """
+        self._folder, self._dtype, self._place = folder, dtype, place
         for blocks in self.model.stacks:
             before = self._before(range(1), blocks.start, "hidden")
             self.stacks.append(probe_stack(self.model, blocks, self.batches, before, dtype))
-        if job.states is None:
+        if saved is None:
             return 0
-        layer = int(job.states["layer"])
-        for stream, files in sorted(job.states["files"].items()):  # "hidden" before what is beside it
+        layer = int(saved["layer"])
+        for stream, files in sorted(saved["files"].items()):  # "hidden" before what is beside it
             room: ActivationCache | Handed
             if stream.endswith(BESIDE):
                 whose = stream.removesuffix(BESIDE)
                 room = self.handed[whose] = Handed(self.batches.mine, self.caches[whose])
             else:
                 stack = self.stacks[0] if stream in ENCODED.values() else self._stack(layer)
-                room = self.caches[stream] = self._cache(stack, job.states_file(stream, layer, again=True))
+                room = self.caches[stream] = self._cache(stack, self._file(stream, layer, again=True))
             for name, start, stop, _ in files:  # of whichever processes
-                room.load(job.folder / name, range(start, stop))
+                room.load(folder / name, range(start, stop))
         return layer
 
     def enter(self, layer: int) -> None:
@@ -99,7 +102,7 @@ class Streams:
         if layer != stack.blocks.start:
             return
         fresh = ("hidden", "float") if self.paired else ("hidden",)
-        self.caches |= {each: self._cache(stack, self._job.states_file(each, layer)) for each in fresh}
+        self.caches |= {each: self._cache(stack, self._file(each, layer)) for each in fresh}
         self.handed = {each: Handed(self.batches.mine, self.caches[each]) for each in fresh if stack.handed is not None}
         for batch, call in self.batches.results(partial(self._call, layer=layer)):
             for each in fresh:
@@ -201,7 +204,7 @@ class Streams:
         `skip`, samples that overflow at the end of the block are left out at once: what is learned sees only that.
         """
         name, stack = self._leaving(stream, layer), self._stack(layer)
-        after = self.caches[stream].successor(self._job.states_file(name, layer + 1))
+        after = self.caches[stream].successor(self._file(name, layer + 1))
         for batch, states in self.batches.results(partial(self._forward, layer=layer, block=block, stream=stream)):
             leaving = states.movedim(stack.axis, 0)
             after.write(batch, leaving)
@@ -225,11 +228,9 @@ class Streams:
         """Bring the weights of an output layer that has its own for a while."""
         return self.model.head(self.batches.device, self._dtype)
 
-    def room(self, name: str) -> ActivationCache:
-        """Return room for what leaves every block of the last stack, block by block, of this process's samples."""
-        stack, file = self.stacks[-1], self._job.states_file(name, 0)
-        count = len(stack.blocks) * len(self.batches.mine)
-        return ActivationCache(range(count), stack.shape, stack.dtype, self.batches.device, self._place, file)
+    def room(self, layer: int) -> ActivationCache:
+        """Return room for what leaves block `layer`, one of the last stack, of this process's samples."""
+        return self._cache(self.stacks[-1], self._file("behind", layer))
 
     def through(self, batch: range, layer: int, block: nn.Module, hidden: Tensor) -> Tensor:
         """Return what leaves `block`, of number `layer`, of a batch where `hidden` enters it, both samples first."""
@@ -329,6 +330,9 @@ class Streams:
             with forwards_replaced(self.model.blocks, self._before(batch, len(self.model.blocks), stream)):
                 found += capture_inputs(head, lambda: model(**tensors, **without_cache(model)))["head"]
         return found
+
+    def _file(self, stream: str, layer: int, *, again: bool = False) -> Path:
+        return states_file(self._folder, stream, layer, self.processes.rank, again=again)
 
     def _cache(self, stack: Stack, file: Path) -> ActivationCache:
         return ActivationCache(self.batches.mine, stack.shape, stack.dtype, self.batches.device, self._place, file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -62,6 +62,14 @@ class Target:
             act_order=self.config.desc_act and not self.config.static_groups and size < self.shape[1],
             type=self.config.type,
         )
+
+    @property
+    def packed_bytes(self) -> int:
+        """What it takes in the checkpoint; where its bits are yet to be chosen, what the average makes."""
+        average = self.config.target_bits
+        if average is not None and self.config.override_of(self.name) is None:
+            return round(self.weights * average / 8)
+        return find_format(self.config.format).nbytes(self.spec)
 
 
 def matrix(module: nn.Module) -> Tensor:
@@ -154,9 +162,7 @@ def _largest_list(model: nn.Module, part: nn.Module) -> tuple[str, nn.ModuleList
     return None if best is None else (best[1], best[2])
 
 
-def find_targets(
-    model: PreTrainedModel, blocks: Mapping[str, nn.Module], config: QuantizeConfig
-) -> tuple[list[list[Target]], dict[str, str]]:
+def find_targets(model: PreTrainedModel, config: QuantizeConfig) -> tuple[list[list[Target]], dict[str, str]]:
     """Return the Linears to be quantized, block by block, and why others, by name, cannot be.
 
     Those stay in floating point: Linears with a forward pass of their own, and shapes that the format cannot hold. So
@@ -164,12 +170,13 @@ def find_targets(
 
     Raises:
         ConfigError: Settings that the format cannot hold, or an override that changes nothing.
-        ArchitectureError: The overrides leave nothing to quantize.
+        ArchitectureError: As of `find_blocks`; or the overrides leave nothing to quantize.
     """
     if config.chooses_bits and find_format(config.format).uniform:
         raise ConfigError(
             f"{config.format} knows one setting of bits for all; leave target_bits and target_size out, or use gptq_v2"
         )
+    blocks = {path: block for stack in find_blocks(model) for path, block in stack.items()}
     routers = set().union(*map(find_routers, blocks.values()))
     _check_overrides(model, tuple(f"{path}." for path in blocks), routers, config)
     targets: list[list[Target]] = []
@@ -243,8 +250,22 @@ def _target(model: PreTrainedModel, name: str, inner: str, config: QuantizeConfi
     return target
 
 
-def misfits(targets: list[list[Target]], left: Mapping[str, str], config: QuantizeConfig) -> list[str]:
-    """Return what is not quantized as asked, in a line for each kind."""
+def checkpoint_bytes(model: PreTrainedModel, targets: Iterable[Target], config: QuantizeConfig) -> tuple[int, int]:
+    """Return the bytes of a checkpoint's quantized layers, all `targets`, and those of all its other tensors.
+
+    The model's experts are split, and it is in the dtype of its files.
+    """
+    layout, tied = find_format(config.format), is_tied(model)
+    packed = {f"{target.name}.weight": target.packed_bytes for target in targets}
+    size = layout.float_nbytes or (lambda _name, tensor, _type, _tied: tensor.nbytes)
+    others = ((name, tensor) for name, tensor in model.named_parameters() if name not in packed)
+    return sum(packed.values()), sum(size(name, tensor, config.type, tied) for name, tensor in others)
+
+
+def tell_misfits(
+    targets: list[list[Target]], left: Mapping[str, str], config: QuantizeConfig, *, strict: bool, log: bool = True
+) -> None:
+    """Log what is not quantized as asked, in a line for each kind; ConfigError where that is `strict`ly wanted."""
     lines = []
     if left:
         named = some(f"{name} ({why})" for name, why in left.items())
@@ -262,14 +283,9 @@ def misfits(targets: list[list[Target]], left: Mapping[str, str], config: Quanti
         lines.append(f"{len(smaller)} Linears take smaller groups, which divide their columns: {some(smaller)}")
     if narrow:
         lines.append(f"{len(narrow)} Linears take larger types, their columns being no multiple of 256: {some(narrow)}")
-    return lines
-
-
-def tell(problems: list[str], *, strict: bool, log: bool = True) -> None:
-    """Log what is not quantized as asked, as `misfits` found it; ConfigError where that is `strict`ly wanted."""
-    if strict and problems:
-        raise ConfigError(f"{'; '.join(problems)}; change the settings for these, or leave strict out")
-    for line in problems if log else ():
+    if strict and lines:
+        raise ConfigError(f"{'; '.join(lines)}; change the settings for these, or leave strict out")
+    for line in lines if log else ():
         _LOG.warning("%s", line)
 
 

@@ -12,8 +12,7 @@ from .calibration.batches import Batches
 from .calibration.halves import parts_of
 from .calibration.samples import Samples
 from .distributed import Processes
-from .export.staging import remove_leftovers, scratch
-from .job import Scratch
+from .export.staging import scratch
 from .model import FloatModel
 from .run import LARGEST_BATCH, Run
 from .streams import Streams
@@ -39,11 +38,8 @@ def float_streams(
     dtype = torch.float32 if processes.device.type == "cpu" else model.dtype  # as the pipeline
     streams = Streams(model, batches, processes, paired=False, cross=False, skip=skip)
     place = "memory" if run.activations == "auto" else run.activations
-    if processes.rank == 0:
-        remove_leftovers(out)
-    processes.gather(None)  # before any of them makes a new one
     with scratch(out) as folder, model.outside(processes.device, dtype):
-        streams.begin(Scratch(folder, processes), dtype, place)
+        streams.begin(folder, None, dtype, place)
         yield streams
 
 
