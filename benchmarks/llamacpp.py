@@ -27,7 +27,11 @@ EXAMPLES = ROOT / "examples"
 MODEL = EXAMPLES / "models/gutenberg-llama-6m"
 TEXTS = {"wikitext2": EXAMPLES / "data/wikitext2-test.txt", "books": EXAMPLES / "data/heldout.txt"}
 TYPES = ("Q4_K_M", "Q4_0", "Q3_K_M", "Q2_K")
-OURS = {"gptq": {"method": "gptq"}, "qep": {"method": "qep"}, "balanced, two-sided": {"two_sided": True}}
+OURS: dict[str, dict[str, Any]] = {
+    "gptq": {"method": "gptq"},
+    "qep": {"method": "qep"},
+    "balanced": {"quality": "balanced"},
+}
 LENGTH = 512
 
 

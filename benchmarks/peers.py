@@ -45,10 +45,8 @@ OURS: dict[str, dict[str, Any]] = {
     "gptqkit, qep, sim": {"method": "qep", "grid": "sim"},
     "gptqkit, loaq, sim": {"method": "loaq", "grid": "sim"},
     "gptqkit, loaq, sim, learned": {"method": "loaq", "grid": "sim", "learn_iterations": 40},
-    "gptqkit, qep, sim, two-sided": {"method": "qep", "grid": "sim", "two_sided": True},
-    "gptqkit, loaq, sim, two-sided": {"method": "loaq", "grid": "sim", "two_sided": True},
+    "gptqkit, qep, sim, learned": {"method": "qep", "grid": "sim", "learn_iterations": 40},
     "gptqkit, balanced": {"quality": "balanced"},
-    "gptqkit, balanced, two-sided": {"quality": "balanced", "two_sided": True},
     "gptqkit, best": {"quality": "best"},
 }
 VARIABLES = {"GPTQMODEL_CPU_WORKERS": "2", "HF_HUB_OFFLINE": "1"}  # GPTQModel's own count may be too few for its pool

@@ -19,11 +19,11 @@ from .methods import METHODS
 BITS = (2, 3, 4, 8)
 GRIDS = ("minmax", "mse", "sim")
 _GPTQ: Mapping[str, Any] = {"method": "gptq", "grid": "mse", "refine_rounds": 2}
-_QEP: Mapping[str, Any] = {"method": "qep", "grid": "sim", "refine_rounds": 2}
+_LOAQ: Mapping[str, Any] = {"method": "loaq", "grid": "sim", "refine_rounds": 2, "two_sided": True}
 QUALITIES: Mapping[str, Mapping[str, Any]] = {
     "fast": {**_GPTQ, "two_sided": False, "learn_iterations": 0, "tune_epochs": 0},
-    "balanced": {**_QEP, "two_sided": False, "learn_iterations": 40, "tune_epochs": 0},
-    "best": {**_QEP, "two_sided": True, "learn_iterations": 200, "tune_epochs": 4},
+    "balanced": {**_LOAQ, "learn_iterations": 0, "tune_epochs": 0},
+    "best": {**_LOAQ, "learn_iterations": 40, "tune_epochs": 4},
 }
 """What a quality stands for, where a setting is not given by itself."""
 
@@ -81,10 +81,10 @@ class QuantizeConfig:
             override.
         target_size: Instead of that, the most that all tensors of the checkpoint may take, in bytes or such as "4GB".
         sym: Symmetric or asymmetric grids: the zero point is fixed at 2^(bits-1), or chosen for every group.
-        quality: "fast" solves every layer with gptq and refines it; "balanced" takes qep, simulated grids and 40 steps
-            of learned rounding per block; "best" 200 steps, two-sided, and it tunes the scales of the whole model. Each
-            sets `method`, `grid`, `refine_rounds`, `two_sided`, `learn_iterations` and `tune_epochs`, where not given.
-            By default "balanced", or "fast" where a method is given.
+        quality: "fast" solves every layer with gptq and refines it; "balanced" takes loaq, simulated grids and
+            two_sided; "best" also learns the rounding of every block in 40 steps, and tunes the scales of the whole
+            model. Each sets `method`, `grid`, `refine_rounds`, `two_sided`, `learn_iterations` and `tune_epochs`, where
+            not given. By default "balanced", or "fast" where a method is given.
         method: "rtn" rounds to nearest; "gptq" moves each column's error onto later columns (arXiv 2210.17323);
             "gptaq" also corrects for the errors of earlier layers (arXiv 2504.02692), column by column; "qep" does that
             before the sweep, in all columns (arXiv 2504.09629); "loaq" also makes up for the errors of what outputs are

@@ -8,6 +8,7 @@ from gptqkit.distributed import Processes
 from gptqkit.fisher import measure_fisher
 from gptqkit.model import FloatModel
 from gptqkit.progress import silent
+from gptqkit.walking import own_batches
 from support import gguf_files
 from support.models import build, samples, save
 from support.pipeline import assert_close, dequantized, outputs, quantize
@@ -89,8 +90,13 @@ def test_errors_weigh_the_same_on_a_gpu(tmp_path):
     build("llama").save_pretrained(tmp_path / "model")
     found = []
     for name in ("cpu", "cuda"):
-        alone, run = Processes(0, 1, torch.device(name)), gptqkit.Run(device=name)
-        found.append(measure_fisher(FloatModel(tmp_path / "model"), samples(64), alone, run, tmp_path / "out", silent))
+        alone, run, source = (
+            Processes(0, 1, torch.device(name)),
+            gptqkit.Run(device=name),
+            FloatModel(tmp_path / "model"),
+        )
+        how = own_batches(source, samples(64), alone, run), alone, run, tmp_path / "out", tmp_path, silent
+        found.append(measure_fisher(source, *how).metric)
     assert_close(found[1].cpu(), found[0], rtol=0.02)  # chances on the edge between two tokens
 
 

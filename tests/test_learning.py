@@ -24,6 +24,7 @@ from gptqkit.fisher import measure_fisher
 from gptqkit.model import FloatModel
 from gptqkit.progress import silent
 from gptqkit.quantizer.learned import LearnedWeight
+from gptqkit.walking import own_batches
 from support import gguf_files
 from support.jobs import contents, processes
 from support.jobs import quantize as quantize_case
@@ -75,7 +76,9 @@ def test_blocks_come_nearer_to_the_float_model(tmp_path, name, settings):
     if settings.get("two_sided"):
         model.save_pretrained(tmp_path / "float")
         alone, how = Processes(0, 1, torch.device("cpu")), gptqkit.Run(batch_size=3)
-        metric = measure_fisher(FloatModel(tmp_path / "float"), samples(64), alone, how, tmp_path / "none", silent)
+        source = FloatModel(tmp_path / "float")
+        batches = own_batches(source, samples(64), alone, how)
+        metric = measure_fisher(source, batches, alone, how, tmp_path / "none", tmp_path, silent).metric
 
     def size(difference):
         return float(torch.einsum("...i,ij,...j->", difference, metric, difference)) ** 0.5

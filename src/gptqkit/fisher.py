@@ -2,8 +2,9 @@
 
 With g the gradient of -log p(token) with respect to what leaves a block at one position, tokens drawn from the model's
 own predictions, F = E[g gT] is the Fisher information: an error d there changes the predictions by about dT F d / 2
-nats. BRECQ (Li et al. 2021, arXiv 2102.05426) takes its diagonal; this is all of it, the mean over the blocks. Some
-samples go forward through the float model, block by block, and gradients back.
+nats. BRECQ (Li et al. 2021, arXiv 2102.05426) takes its diagonal; this is all of it, for learned rounding the mean over
+the blocks. Some samples go forward through the float model, block by block, and gradients back; when a block's turn
+comes, those behind it go back to its Linears, whose F is that of K-FAC (Martens and Grosse 2015, arXiv 1503.05671).
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .calibration.batches import pieces
+from .calibration.batches import Batches, pieces
 from .calibration.cache import ActivationCache, Handed
 from .calibration.capture import running_backwards
 from .calibration.samples import Samples
 from .distributed import Processes
 from .evaluating import is_encoder
+from .job import states_file
 from .model import FloatModel
 from .progress import Progress, ProgressCallback
 from .run import Run
@@ -44,68 +46,103 @@ AT_ONCE = 8  # of each process, of which the states behind every block are kept
 _SLAB = 256  # rows of a sample's own sum made at once
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fisher:
+    """What a model's predictions depend on, and the gradients that told so.
+
+    Attributes:
+        metric: F, (width, width) float32, with 1 for the mean of its diagonal: the mean over the blocks of the last
+            stack, each with the same weight. Where tokens are few, what is beside the diagonal is mostly chance: it
+            counts n / (n + width) for n tokens.
+        samples: Numbers of the calibration samples whose gradients this process holds.
+        behind: These gradients with respect to what leaves each block of the last stack, by its number, in bfloat16.
+    """
+
+    metric: Tensor
+    samples: Sequence[int]
+    behind: Mapping[int, ActivationCache]
+
+
 @torch.no_grad()
 def measure_fisher(
-    model: FloatModel, samples: Samples, processes: Processes, run: Run, out: Path, progress: ProgressCallback
-) -> Tensor | None:
-    """Return F, (width, width) float32, with 1 for the mean of its diagonal.
+    model: FloatModel,
+    batches: Batches,
+    processes: Processes,
+    run: Run,
+    out: Path,
+    folder: Path,
+    progress: ProgressCallback,
+) -> Fisher | None:
+    """Return what the predictions of a float model depend on; every process measures samples of its own.
 
-    It is the mean over the blocks of the last stack, each with the same weight. Where tokens are few, what is beside
-    the diagonal is mostly chance: it counts n / (n + width) for n tokens. Arguments are those of `float_streams`.
+    `folder` is where the gradients are, if `run` keeps activations on disk. Other arguments are those of
+    `float_streams`; `progress` tells of this process.
 
     Returns:
         None where it cannot be known: the model predicts nothing, or memory runs out with a single sample.
     """
     if is_encoder(model.model, model.path):
         return None
-    ids, mask = samples.input_ids, samples.attention_mask
-    chosen = torch.tensor(_evenly(len(ids)))
-    parts = list(pieces(range(len(chosen)), AT_ONCE * processes.size))
-    run = dataclasses.replace(run, batch_size=min(run.batch_size or AT_ONCE, AT_ONCE))  # some for every process
+    ids, mask = batches.samples.input_ids, batches.samples.attention_mask
+    chosen = [sample for sample in _evenly(len(ids)) if sample in batches.mine]
+    parts = list(pieces(range(len(chosen)), AT_ONCE))
+    run = dataclasses.replace(run, batch_size=min(run.batch_size or AT_ONCE, AT_ONCE))
     total, tokens = torch.zeros((), device=processes.device), 0
-    for step, part in enumerate(parts, 1):
-        rows = chosen[part.start : part.stop]
-        few = Samples(ids[rows], None if mask is None else mask[rows])
-        with processes.trying() as fits, float_streams(model, few, processes, run, out) as streams:
-            found, count = _Gradients(streams).moments()
+    behind: dict[int, ActivationCache] = {}
+    with processes.trying() as fits:
+        for step, part in enumerate(parts, 1):
+            rows = torch.tensor(chosen[part.start : part.stop])
+            few = Samples(ids[rows], None if mask is None else mask[rows])
+            with float_streams(model, few, Processes(0, 1, processes.device), run, out) as streams:
+                for layer in () if behind else streams.stacks[-1].blocks:
+                    file = states_file(folder, "gradients", layer, processes.rank)
+                    kept = range(len(chosen)), streams.stacks[-1].shape, torch.bfloat16, processes.device
+                    behind[layer] = ActivationCache(*kept, run.activations, file)
+                found, count = _Gradients(streams, behind, part.start).moments()
             total, tokens = found.add_(total), tokens + count
-        if not fits():
-            if processes.rank == 0:
-                _LOG.warning("predictions of a sample do not fit into memory; all errors are taken alike")
-            return None
-        progress(Progress(stage="measure", done=step, total=len(parts)))
+            progress(Progress(stage="measure", done=step, total=len(parts)))
+    if not fits():
+        if processes.rank == 0:
+            _LOG.warning("predictions of a sample do not fit into memory; all errors are taken alike")
+        return None
+    width = model.model.config.get_text_config().hidden_size
+    total = total if total.dim() else total.new_zeros(width, width)  # of a process without samples
     processes.add_up(total)
     tokens = sum(processes.gather(tokens))
-    return _scaled(total, tokens / (tokens + len(total)))
+    metric = _scaled(total, tokens / (tokens + len(total)))
+    return None if metric is None else Fisher(metric=metric, samples=chosen, behind=behind)
 
 
 @torch.no_grad()
-def pull_back(streams: Streams, layer: int, targets: Sequence[Target], metric: Tensor) -> dict[str, Tensor]:
-    """Return what errors of Linears' outputs weigh with one another, if those behind their block weigh `metric`.
+def pull_back(streams: Streams, layer: int, targets: Sequence[Target], fisher: Fisher) -> dict[str, Tensor]:
+    """Return what errors of Linears' outputs weigh with one another, by what they change of predictions.
 
-    That is the mean over tokens of JT M J, J what the block's output changes with the Linear's: the covariance of
-    gradients along directions that are drawn with covariance M. 1 is the mean of its diagonal; what is beside that is
-    shrunk by how much of it is chance, as samples differ (Schäfer and Strimmer 2005, target D): few tokens, such as the
-    first, can have nearly all of the gradient.
+    That is the mean over tokens of g gT, g the gradient at the Linear's output: gradients behind the block go back
+    through it, as it is by now. 1 is the mean of its diagonal; what is beside that is shrunk by how much of it is
+    chance, as samples differ (Schäfer and Strimmer 2005, target D): few tokens, such as the first, can have nearly all
+    of the gradient.
 
     Args:
-        streams: The samples, as many of which are taken as by `measure_fisher`.
+        streams: The samples.
         layer: Number of the block, whose input the stream "hidden" holds.
         targets: The Linears.
-        metric: M, (width, width) float32, with 1 for the mean of its diagonal.
+        fisher: The gradients.
 
     Returns:
         (out, out) float32 by full name, without Linears that no gradient reaches; nothing where memory runs out.
     """
     batches, processes = streams.batches, streams.processes
-    chosen = [sample for sample in _evenly(len(batches.counts)) if sample in batches.mine and batches.counts[sample]]
     sums: dict[str, _Sum] = {}
     with processes.trying() as fits:
-        root = torch.linalg.cholesky(metric + 1e-3 * torch.eye(len(metric)).to(metric))
         block = _twin(streams.model.blocks[layer])
-        sums |= {each.inner: _Sum(metric.new_zeros(each.shape[0], each.shape[0])) for each in targets}
-        for sample in chosen:
-            _add_moments(sums, streams, layer, block, range(sample, sample + 1), root)
+        sums |= {
+            each.inner: _Sum(torch.zeros(each.shape[0], each.shape[0], dtype=torch.float32, device=processes.device))
+            for each in targets
+        }
+        for place, sample in enumerate(fisher.samples):
+            if batches.counts[sample]:
+                behind = fisher.behind[layer].read(range(place, place + 1))
+                _add_moments(sums, streams, layer, block, range(sample, sample + 1), behind)
     if not fits():
         if processes.rank == 0:
             _LOG.warning("block %d does not fit into memory backwards; errors of its outputs are taken alike", layer)
@@ -127,8 +164,8 @@ class Outputs:
     Arguments are those of `pull_back`, the Linears in the order in which they are solved.
     """
 
-    def __init__(self, streams: Streams, layer: int, targets: Sequence[Target], metric: Tensor) -> None:
-        self._measure, self._ahead = partial(pull_back, streams, layer, metric=metric), list(targets)
+    def __init__(self, streams: Streams, layer: int, targets: Sequence[Target], fisher: Fisher) -> None:
+        self._measure, self._ahead = partial(pull_back, streams, layer, fisher=fisher), list(targets)
         self._known: dict[str, Tensor] = {}
 
     def of(self, targets: Sequence[Target]) -> dict[str, Tensor]:
@@ -180,22 +217,23 @@ def _beside(matrix: Tensor) -> float:
 
 
 def _add_moments(
-    sums: Mapping[str, _Sum], streams: Streams, layer: int, block: nn.Module, sample: range, root: Tensor
+    sums: Mapping[str, _Sum], streams: Streams, layer: int, block: nn.Module, sample: range, behind: Tensor
 ) -> None:
-    """Add to the sums of gT g, of a sample's gradients at the outputs of the modules of `block` so named."""
+    """Add to the sums of gT g, g a sample's gradients at the outputs of the modules of `block` so named.
+
+    `behind` are those with respect to what leaves the block, on any scale.
+    """
     outputs: list[tuple[str, Tensor]] = []
 
     def leave(name: str, _module: nn.Module, _arguments: Any, output: Tensor) -> Tensor:
         outputs.append((name, output if output.requires_grad else output.requires_grad_()))
         return outputs[-1][1].clone()  # which may be written into
 
-    generator = torch.Generator().manual_seed(sample.start)
     with torch.enable_grad(), ExitStack() as hooks:
         for name in sums:
             hooks.callback(block.get_submodule(name).register_forward_hook(partial(leave, name)).remove)
         leaving = streams.through(sample, layer, block, streams.caches["hidden"].read(sample))
-    drawn = torch.randn(leaving.shape, generator=generator, dtype=root.dtype).to(root.device) @ root.T
-    along = streams.of_tokens(drawn, sample).to(leaving.dtype)
+    along = streams.of_tokens(behind, sample).to(leaving.dtype)
     if not leaving.requires_grad:
         return
     with running_backwards():
@@ -232,11 +270,13 @@ def _scaled(total: Tensor, share: float) -> Tensor | None:
 class _Gradients:
     """The gradients of some samples behind the blocks of the last stack, while what `streams` needs is there.
 
-    What blocks hand on beside hidden states is taken as given: no gradient goes through it.
+    They are kept in the caches `kept`, by block, from the sample `start` on. What blocks hand on beside hidden states
+    is taken as given: no gradient goes through it.
     """
 
-    def __init__(self, streams: Streams) -> None:
-        self._streams, self._blocks = streams, streams.stacks[-1].blocks
+    def __init__(self, streams: Streams, kept: Mapping[int, ActivationCache], start: int) -> None:
+        self._streams, self._kept, self._start = streams, kept, start
+        self._blocks = streams.stacks[-1].blocks
         self._behind: dict[int, ActivationCache] = {}  # each block: states, until gradients take their places
         self._handed: dict[int, dict[str, Handed]] = {}  # to each block
 
@@ -263,16 +303,20 @@ class _Gradients:
                 twin = _twin(streams.model.blocks[layer])
                 for batch, gradients in batches.results(partial(self._back, layer, twin)):
                     self._behind[layer - 1].write(batch, gradients)
+            del self._behind[layer]
             total += self._moment(layer - 1)
         return total * (tokens / len(self._blocks)), tokens
 
     def _moment(self, layer: int) -> Tensor:
-        """Return the sum of g gT behind a block, with 1 for the mean of its diagonal; 0 where g is 0."""
+        """Keep the gradients behind a block; return the sum of g gT, with 1 for the mean of its diagonal, 0 where 0."""
         states = self._behind[layer]
         width = states.shape[-1]
         total = torch.zeros(width, width, dtype=torch.float32, device=states.device)
         for sample in states.samples:
-            rows = states.read(range(sample, sample + 1)).reshape(-1, width).float()
+            gradients = states.read(range(sample, sample + 1))
+            place = self._start + sample
+            self._kept[layer].write(range(place, place + 1), gradients.to(self._kept[layer].dtype))
+            rows = gradients.reshape(-1, width).float()
             total.addmm_(rows.T, rows)
         return total / total.diagonal().mean().clamp(min=torch.finfo(total.dtype).tiny)
 

@@ -12,6 +12,7 @@ It stands beside the checkpoint to be, `.NAME.gptqkit-work`, and vanishes with t
     encoded-N-R.bin ...      those that left an encoder, for its decoder; encoded-float-N-R.bin likewise
     hidden-beside-N-R.bin    what enters it beside them, where blocks hand on more; float-beside-N-R.bin likewise
     states.json              which of these files are whole; written last
+    gradients-N-R.bin        with two_sided: those behind block N in the float model; every process makes them anew
     checkpoint/              the directory that becomes the target
     complete.json            it is complete; where it is gone, it is the target by now
 
@@ -56,13 +57,13 @@ SAVE_SECONDS = 300.0
 
 _OWN = re.compile(  # the files of a job
     r"lock|((job|chosen|states|complete|head|block-\d+)\.json|(outside|head|block-\d+)\.\d+\.safetensors)(\.tmp)?"
-    r"|((hidden|float)(-beside)?|encoded|encoded-float)-\d+r?-\d+\.bin|checkpoint"
+    r"|((hidden|float)(-beside)?|encoded|encoded-float|gradients)-\d+r?-\d+\.bin|checkpoint"
     r"|\.tmp\w{6}"  # a file that safetensors was writing when it was killed
 )
 
 
 def states_file(folder: Path, stream: str, layer: int, rank: int, *, again: bool = False) -> Path:
-    """Return where a process keeps the hidden states of a stream that enter block `layer`.
+    """Return where a process keeps the hidden states of a stream that enter block `layer`, or gradients behind it.
 
     `again` is for what is read from such files, perhaps those of other processes.
     """
@@ -192,7 +193,7 @@ class Job:
             self._write_json("states.json", self.states)
             whole = {name for of_stream in files.values() for name, *_ in of_stream}
             for old in self.folder.glob("*.bin"):
-                if old.name not in whole:
+                if old.name not in whole and not old.name.startswith("gradients"):
                     old.unlink()
         self._processes.gather(None)  # nobody goes on to the next files before
         self._saved = time.monotonic()

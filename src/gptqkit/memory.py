@@ -41,7 +41,7 @@ from .evaluating import check_length, default_length
 from .export.convert import check_apart
 from .export.formats import find_format
 from .export.shards import JOINED_BYTES
-from .fisher import AT_ONCE
+from .fisher import AT_ONCE, SAMPLES
 from .hub import at_home, fetch
 from .loading import choose_device
 from .modes import in_plain_modes
@@ -187,8 +187,12 @@ def estimate(
     samples, length = shape or PROBE.input_ids.shape
     tokens = min(run.batch_size or LARGEST_BATCH, samples) * (length // 2 + 1 if has_two_stacks(model) else length)
     width = model.config.get_text_config().hidden_size * dtype.itemsize
-    behind = min(samples, AT_ONCE) * len(blocks) * config.two_sided
-    states = width * length * max(-(-samples // processes) * (1 + paired), behind)
+    states = width * length * -(-samples // processes) * (1 + paired)
+    gradients = 0
+    if config.two_sided and shape:  # behind all blocks; in bfloat16, but those in the making
+        behind = width * length * len(blocks)
+        gradients = behind * -(-min(samples, SAMPLES) // processes) * torch.bfloat16.itemsize // dtype.itemsize
+        states = max(states, behind * min(samples, AT_ONCE))
 
     output = sum(checkpoint_bytes(model, every, config)) if config.target_size is None else config.target_size
     block = max(_bytes(each, dtype) for each in blocks)
@@ -209,15 +213,18 @@ def estimate(
         "GPU memory": None if on_cpu else _available_gpu(device),
         "disk": _free_disk(folder),
     }
-    place = run.activations if run.activations != "auto" else _choose(states, work, machine)
+    place = run.activations if run.activations != "auto" else _choose(states + gradients, work, machine)
     in_ram = place == "memory" or (on_cpu and place == "device")
     results = round(max(sum(1.7 * target.weights for target in part) for part in parts))
-    ram = {"quantized weights": results, "hidden states": states * in_ram}
+    ram = {"quantized weights": results, "hidden states": states * in_ram, "gradients": gradients * in_ram}
     needs: dict[str, dict[str, int]] = {"RAM": {**work, **ram} if on_cpu else ram}
     if not on_cpu:
-        needs["GPU memory"] = {**work, "hidden states": states * (place == "device")}
+        on_gpu = place == "device"
+        needs["GPU memory"] = {**work, "hidden states": states * on_gpu, "gradients": gradients * on_gpu}
     joined = output * _made_again(parts, config, run)
     needs["disk"] = {"checkpoint": output, "files to be joined": joined, "hidden states": 2 * states * processes}
+    if place == "disk":
+        needs["disk"]["gradients"] = gradients * processes
     return MemoryEstimate(
         needs=needs,
         available={name: machine[name] for name in needs},

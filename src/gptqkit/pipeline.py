@@ -20,7 +20,7 @@ from torch import nn
 from .assembly import assemble, check_block, open_part, stored_module, write_part
 from .calibration.samples import Samples
 from .distributed import Processes
-from .fisher import Outputs, measure_fisher
+from .fisher import Fisher, Outputs, measure_fisher
 from .identity import versions
 from .job import Job
 from .learning import learn_block
@@ -72,7 +72,7 @@ class Pipeline:
         self._tell = partial(tell_misfits, config=config, strict=run.strict, log=processes.rank == 0)
         self._told: set[str] = set()
         self._run = run
-        self._metric: torch.Tensor | None = None
+        self._fisher: Fisher | None = None
         self._tell(self.targets, self.left)
         self.calibrated = samples is not None
         needs = (pairs_models, needs_cross, needs_drift)
@@ -100,8 +100,8 @@ class Pipeline:
         if finished == layers + (self.head is not None):
             return
         if self.config.two_sided and self.calibrated and finished < layers:
-            where = self.processes, self._run, self.job.out
-            self._metric = measure_fisher(self.model, self.batches.samples, *where, self._progress)
+            where = self._run, self.job.out, self.job.folder
+            self._fisher = measure_fisher(self.model, self.batches, self.processes, *where, self._progress)
         how = {"paired": self.paired, "cross": self.cross, "drift": self.drift, "skip": self.config.skip_nonfinite}
         streams = Streams(self.model, self.batches, self.processes, **how)
         with self.model.outside(self.device, self.dtype):
@@ -194,8 +194,8 @@ class Pipeline:
         fresh = {target.name: UNCALLED for target in silent if target.inner not in self._told}
         self._told |= {target.inner for target in silent}  # told of one block, not of all
         self._tell([], fresh)
-        metric = self._metric_of(layer)
-        outputs = None if metric is None else Outputs(streams, layer, called, metric)
+        fisher = self._fisher_of(layer)
+        outputs = None if fisher is None else Outputs(streams, layer, called, fisher)
         for together in [[group] for group in groups] if self.config.true_sequential else [groups]:
             now: dict[str, Solution] = {}
             for measured in streams.collect(layer, together, twin):
@@ -206,8 +206,8 @@ class Pipeline:
             solved |= now
         return solved, reports
 
-    def _metric_of(self, layer: int) -> torch.Tensor | None:
-        return self._metric if layer in self.model.stacks[-1] else None
+    def _fisher_of(self, layer: int) -> Fisher | None:
+        return self._fisher if layer in self.model.stacks[-1] else None
 
     def _solve(
         self, measured: Sequence[Measured], layer: int | None, outputs: Outputs | None = None
@@ -269,7 +269,9 @@ class Pipeline:
         self, layer: int, found: Mapping[str, Solution], solved: dict[str, QuantizedWeight], streams: Streams
     ) -> BlockReport | None:
         """Learn the rounding of a block, and put what came of it in place; None where memory ran out."""
-        learned = learn_block(layer, found, streams, self._metric_of(layer), self.config, self._progress)
+        fisher = self._fisher_of(layer)
+        metric = None if fisher is None else fisher.metric
+        learned = learn_block(layer, found, streams, metric, self.config, self._progress)
         if learned is None:
             self._install(solved)
             return None

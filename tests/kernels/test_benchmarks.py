@@ -97,7 +97,7 @@ def test_quantizing(load, run, tmp_path):
     run(load("quantizing", SIZES=small), "--samples", 2, "--length", 16, "--out", tmp_path)
     qualities = json.loads((tmp_path / "quantizing.json").read_text())["qualities"]
     stages = {quality: set(row["stages"]) for quality, row in qualities.items()}
-    assert stages["balanced"] - stages["fast"] == {"learn"}
+    assert stages["balanced"] - stages["fast"] == {"measure"}
     assert all(sum(row["stages"].values()) <= row["seconds"] for row in qualities.values())
 
 

@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match="two_sided moves errors"):
         QuantizeConfig(method="rtn", two_sided=True)
     assert QuantizeConfig(method="rtn", quality="best").two_sided is False
-    assert [QuantizeConfig(quality=each).two_sided for each in ("fast", "balanced", "best")] == [False, False, True]
+    assert [QuantizeConfig(quality=each).two_sided for each in ("fast", "balanced", "best")] == [False, True, True]
 
 
 @pytest.mark.parametrize("more", [{}, {"method": "qep", "grid": "sim"}])
