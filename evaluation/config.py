@@ -23,7 +23,7 @@ class Evaluation:
         stride: Tokens from the start of one window to the start of the next; by default windows do not overlap. Not
             for encoders.
         max_windows: Use only so many windows, from the start of the text, of which no more is read; by default all.
-        batch_size: Windows per forward pass.
+        batch_size: Windows per forward pass; halved when memory runs out.
         device: "cpu", "cuda" or, for example, "cuda:1"; "auto" takes a GPU if there is one.
         backend: What runs the quantized layers; it is an error if one that is named cannot run all of them.
         dtype: Type of the activations; "auto" is the checkpoint's own, but float32 instead of float16 on a CPU.

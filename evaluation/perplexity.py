@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..calibration.batches import in_pieces
 from ..calibration.halves import model_inputs, parts_of
 from ..calibration.samples import Samples
 from ..errors import CalibrationError, ConfigError, NonFiniteError, ShapeError
@@ -77,7 +79,7 @@ def score(
     """Measure the perplexity of `model` on `tokens`, (tokens,) int64, and with a `reference` its divergence from it.
 
     Both are language models of transformers in evaluation mode, and run where they are, on the windows of
-    `cut_windows`, `batch_size` at a time. `progress` counts windows.
+    `cut_windows`, `batch_size` at a time, or fewer where memory runs out. `progress` counts windows.
 
     Raises:
         CalibrationError, ConfigError: As `cut_windows`.
@@ -87,15 +89,12 @@ def score(
     start = time.perf_counter()
     windows = cut_windows(tokens, sequence_length, stride=stride, max_windows=max_windows)
     sums = torch.zeros(4, dtype=torch.float64)
-    predicted = done = 0
+    predicted, done, size = 0, 0, batch_size
     for batch in in_batches(windows, lambda window: (len(window.input_ids), window.predicted), batch_size):
         ids = torch.stack([window.input_ids for window in batch])
         count = min(batch[0].predicted, parts_of(Samples(ids), model)[-1].input_ids.shape[1] - 1)
-        logits = _predict(model, ids, count)
-        expected = None if reference is None else _predict(reference, ids, count)
-        for row, window in enumerate(batch):
-            other = None if expected is None else expected[row].to(logits.device)
-            found = _measure(logits[row], other, window.input_ids[-count:].to(logits.device))
+        rows, size = in_pieces(partial(_measure_rows, model, reference, ids, count), size)
+        for row, found in enumerate(rows):
             for whose, loss in zip(("model", "reference"), found.tolist(), strict=False):
                 if not math.isfinite(loss):
                     raise NonFiniteError(
@@ -183,6 +182,18 @@ def in_batches(items: Iterable[_Item], kind: Callable[[_Item], Any], size: int) 
     for _, group in groupby(items, kind):
         alike = list(group)
         yield from (alike[first : first + size] for first in range(0, len(alike), size))
+
+
+def _measure_rows(model: Any, reference: Any | None, ids: Tensor, count: int, size: int) -> list[Tensor]:
+    """Return what `_measure` finds in the last `count` tokens of every row of `ids`, `size` rows at a time."""
+    found = []
+    for part in ids.split(size):
+        logits = _predict(model, part, count)
+        expected = None if reference is None else _predict(reference, part, count)
+        for row, targets in enumerate(part[:, -count:]):
+            other = None if expected is None else expected[row].to(logits.device)
+            found.append(_measure(logits[row], other, targets.to(logits.device)))
+    return found
 
 
 def _predict(model: Any, ids: Tensor, count: int) -> Tensor:

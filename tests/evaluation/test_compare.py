@@ -1,5 +1,6 @@
 """Scores of real forward passes against sums computed another way."""
 
+import copy
 import json
 import math
 
@@ -31,6 +32,34 @@ def test_perplexity_is_that_of_transformers_own_loss(batch_size):
     assert [step.done for step in steps] == [*range(batch_size, 4, batch_size), 4]
     assert {(step.stage, step.total) for step in steps} == {("evaluate", 4)}
     assert json.loads(json.dumps(scores.to_dict()))["sequence_length"] == 16
+
+
+def test_where_memory_runs_out_fewer_windows_go_together():
+    class Small(LlamaForCausalLM):
+        def forward(self, input_ids, **named):
+            rows.append(len(input_ids))
+            if len(input_ids) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+            return super().forward(input_ids, **named)
+
+    rows, model = [], tiny(0)
+    small = Small(model.config).eval()
+    small.load_state_dict(model.state_dict())
+    how = {"reference": tiny(1), "sequence_length": 16}
+    found, expected = score(small, TOKENS, batch_size=4, **how), score(model, TOKENS, batch_size=2, **how)
+    assert rows == [4, 2, 2]
+    assert (found.perplexity, found.kl_divergence) == (expected.perplexity, expected.kl_divergence)
+    with pytest.raises(torch.OutOfMemoryError):
+        score(model, TOKENS, sequence_length=16, reference=_never_fits(model))
+
+
+def _never_fits(model):
+    def forward(**_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    never = copy.deepcopy(model)
+    never.forward = forward
+    return never
 
 
 def test_stride_of_one_gives_every_token_all_the_context_there_is():
