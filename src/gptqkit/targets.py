@@ -195,11 +195,30 @@ def find_targets(model: PreTrainedModel, config: QuantizeConfig) -> tuple[list[l
                 chosen.append(_target(model, name, inner, settings, config))
             except ShapeError as error:
                 left[name] = str(error)
+        if config.type is not None:
+            _check_stacked(path, block, chosen)
         targets.append(chosen)
     if not any(targets) and find_head(model, config) is None:
         reasons = some(f"{name}: {why}" for name, why in left.items())
         raise ArchitectureError(f"no module is left to quantize: {reasons or 'the overrides skip them all'}")
     return targets, left
+
+
+def _check_stacked(path: str, block: nn.Module, chosen: Iterable[Target]) -> None:
+    """Raise ConfigError where experts whose matrices are one tensor of a GGUF file would be of several types in it."""
+    types = {target.inner: target.config.type for target in chosen}
+    found: dict[tuple[str, str], set[str]] = {}
+    for name, module in block.named_modules():
+        if isinstance(module, Expert):
+            for part, _ in module.named_children():
+                kinds = found.setdefault((name.rpartition(".")[0], part), set())
+                kinds.add(types.get(f"{name}.{part}") or "floating point")
+    for (experts, part), kinds in found.items():
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"{path}.{experts}: the {part} of all experts are one tensor in GGUF, and overrides make them "
+                f"{' and '.join(sorted(kinds))}; let them match all of these experts, or none"
+            )
 
 
 def _check_overrides(
@@ -233,8 +252,9 @@ def _target(model: PreTrainedModel, name: str, inner: str, config: QuantizeConfi
     if layout.choose is not None:
         config = layout.choose(config, name, columns, model.config.to_dict())
     asked = config.group_size
-    if asked is not None and config.type is None:  # GGUF's types have their own
-        config = dataclasses.replace(config, group_size=fitting_group(columns, asked))
+    size = None if asked is None or config.type is not None else fitting_group(columns, asked)  # GGUF's have their own
+    if size not in (None, asked):
+        config = dataclasses.replace(config, group_size=size)
     target = Target(name, inner, (rows, columns), config)
     try:
         if layout.uniform and (config.bits, asked) != (common.bits, common.group_size):

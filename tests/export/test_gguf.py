@@ -426,13 +426,18 @@ def test_experts_beyond_ten_stand_in_their_order(tmp_path):
         assert float((found - expected).norm() / expected.norm()) < 0.02, number
 
 
-@pytest.mark.parametrize("kind", ["q4_0", "q8_0"])  # of blocks that take as much, and more
-def test_experts_of_different_types_are_refused_by_name(tmp_path, kind):
+@pytest.mark.parametrize("change", [{"type": "q4_0"}, {"type": "q8_0"}, {"skip": True}])
+def test_experts_of_different_types_are_refused_before_any_work(tmp_path, change):
     save(build("Mixtral", **{**WIDE, "num_hidden_layers": 1, "num_local_experts": 2}), tmp_path / "float")
     settings = {"type": "q4_k", "method": "rtn", "group_size": 128, "sym": True}
-    overrides = {r"experts\.1\.up_proj": {"type": kind}}
-    with pytest.raises(ConversionError, match=r"experts\.0\.\w+ and others that GGUF stacks differ in shape or type"):
-        quantize(tmp_path / "float", tmp_path / "out", tokens(2, 16), overrides=overrides, **settings)
+    overrides, steps = {r"experts\.1\.up_proj": change}, []
+    with pytest.raises(
+        ConfigError, match=r"layers\.0\.mlp\.experts: the up_proj of all experts are one tensor in GGUF"
+    ):
+        quantize(
+            tmp_path / "float", tmp_path / "out", tokens(2, 16), overrides=overrides, progress=steps.append, **settings
+        )
+    assert not steps
 
 
 def test_a_gguf_file_that_reads_back_differently_is_refused(tmp_path, monkeypatch):
