@@ -13,6 +13,7 @@ compared with the float model's (gptaq, qep, loaq, learned rounding), else 0:
                  3 s n k + 3 s n^2                      besides, with two_sided, where n above is that of one of 8
                                                         parts: W twice, E; F twice, its factor
     checkpoint   as the format says, to the byte
+    gradients    2 d per block and token of 32 samples  with two_sided: behind all blocks, which are d wide
     learning     20 n k                                 latent, in units of codes too; its move, slope, gradient
                  16 vocabulary per token of a sample    with two_sided: logits, chances, their sums, gradients
 
