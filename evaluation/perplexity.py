@@ -187,7 +187,7 @@ def in_batches(items: Iterable[_Item], kind: Callable[[_Item], Any], size: int) 
 def _measure_rows(model: Any, reference: Any | None, ids: Tensor, count: int, size: int) -> list[Tensor]:
     """Return what `_measure` finds in the last `count` tokens of every row of `ids`, `size` rows at a time."""
     found = []
-    for part in ids.split(size):
+    for part in torch.split(ids, size):
         logits = _predict(model, part, count)
         expected = None if reference is None else _predict(reference, part, count)
         for row, targets in enumerate(part[:, -count:]):
