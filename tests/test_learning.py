@@ -218,7 +218,8 @@ def test_a_block_that_cannot_learn_for_want_of_memory_keeps_what_was_solved(tmp_
 
 
 def test_several_processes_learn_together(job_models, tmp_path):
-    for ended in processes(quantize_case, job_models, "learned", tmp_path / "out", size=2, log=tmp_path / "log"):
+    """Two that share the samples, and one that has none."""
+    for ended in processes(quantize_case, job_models, "learned", tmp_path / "out", size=3, log=tmp_path / "log"):
         assert ended.code == 0, ended.text
     assert torch.isfinite(outputs(load(tmp_path / "out", device="cpu")[0])).all()
 

@@ -87,7 +87,7 @@ def measure_fisher(
     chosen = [sample for sample in _evenly(len(ids)) if sample in batches.mine]
     parts = list(pieces(range(len(chosen)), AT_ONCE))
     run = dataclasses.replace(run, batch_size=min(run.batch_size or AT_ONCE, AT_ONCE))
-    total, tokens = torch.zeros((), device=processes.device), 0
+    total, tokens = torch.zeros((), dtype=torch.float32, device=processes.device), 0
     behind: dict[int, ActivationCache] = {}
     with processes.trying() as fits:
         for step, part in enumerate(parts, 1):
@@ -105,7 +105,7 @@ def measure_fisher(
         if processes.rank == 0:
             _LOG.warning("predictions of a sample do not fit into memory; all errors are taken alike")
         return None
-    width = model.model.config.get_text_config().hidden_size
+    width = max(processes.gather(total.shape[-1] if total.dim() else 0))
     total = total if total.dim() else total.new_zeros(width, width)  # of a process without samples
     processes.add_up(total)
     tokens = sum(processes.gather(tokens))
