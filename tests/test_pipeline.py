@@ -290,7 +290,7 @@ REFUSED = [
     (OutputExistsError, "there exists", {"out": "there"}),
     (OutputExistsError, "something else than a quantized model", {"out": "llama", "run": {"overwrite": True}}),
     (ConfigError, "llama/out and .*/llama lie in one another", {"out": "llama/out"}),
-    (CalibrationError, "method .qep. needs calibration text; only method .rtn. by itself", {"source": None}),
+    (CalibrationError, "method .loaq. needs calibration text; only method .rtn. by itself", {"source": None}),
     (
         CalibrationError,
         "^target_bits needs calibration text; only method 'rtn' by itself",

@@ -189,18 +189,14 @@ def estimate(
     tokens = min(run.batch_size or LARGEST_BATCH, samples) * (length // 2 + 1 if has_two_stacks(model) else length)
     width = model.config.get_text_config().hidden_size * dtype.itemsize
     states = width * length * -(-samples // processes) * (1 + paired)
-    gradients = 0
-    if config.two_sided and shape:  # behind all blocks; in bfloat16, but those in the making
-        behind = width * length * len(blocks)
-        gradients = behind * -(-min(samples, SAMPLES) // processes) * torch.bfloat16.itemsize // dtype.itemsize
-        states = max(states, behind * min(samples, AT_ONCE))
+    behind = width * length * len(blocks) if shape and config.two_sided else 0  # all blocks, of one sample
+    gradients = behind * -(-min(samples, SAMPLES) // processes) * torch.bfloat16.itemsize // dtype.itemsize
+    states = max(states, behind * min(samples, AT_ONCE))
 
     output = sum(checkpoint_bytes(model, every, config)) if config.target_size is None else config.target_size
     block = max(_bytes(each, dtype) for each in blocks)
     statistics = max(_pass_bytes(part, cross) for part in parts) if shape else 0
-    # A block at its widest, hidden states before and after it, and what its Linears receive in the other model.
-    widest = max((sum(target.shape) for part in targets for target in part), default=0)
-    forward = round(tokens * (2 * width + 2.5 * widest * dtype.itemsize) * (1 + paired / 2))
+    forward = _forward_bytes([target for part in targets for target in part], tokens, width, dtype, paired)
     solver = max(_solver_bytes(target, cross, calibrated=shape is not None) for target in every)
     learning = _learning_bytes(model, parts, config, dtype, (samples, length))
     work = {
@@ -217,15 +213,13 @@ def estimate(
     place = run.activations if run.activations != "auto" else _choose(states + gradients, work, machine)
     in_ram = place == "memory" or (on_cpu and place == "device")
     results = round(max(sum(1.7 * target.weights for target in part) for part in parts))
-    ram = {"quantized weights": results, "hidden states": states * in_ram, "gradients": gradients * in_ram}
+    kept = {"hidden states": states, "gradients": gradients}
+    ram = {"quantized weights": results, **{name: size * in_ram for name, size in kept.items()}}
     needs: dict[str, dict[str, int]] = {"RAM": {**work, **ram} if on_cpu else ram}
     if not on_cpu:
-        on_gpu = place == "device"
-        needs["GPU memory"] = {**work, "hidden states": states * on_gpu, "gradients": gradients * on_gpu}
-    joined = output * _made_again(parts, config, run)
-    needs["disk"] = {"checkpoint": output, "files to be joined": joined, "hidden states": 2 * states * processes}
-    if place == "disk":
-        needs["disk"]["gradients"] = gradients * processes
+        needs["GPU memory"] = {**work, **{name: size * (place == "device") for name, size in kept.items()}}
+    on_disk = {"hidden states": 2 * states * processes, "gradients": gradients * processes * (place == "disk")}
+    needs["disk"] = {"checkpoint": output, "files to be joined": output * _made_again(parts, config, run), **on_disk}
     return MemoryEstimate(
         needs=needs,
         available={name: machine[name] for name in needs},
@@ -278,6 +272,12 @@ def _bytes(module: nn.Module, dtype: torch.dtype) -> int:
         parameter.numel() * (dtype.itemsize if parameter.is_floating_point() else parameter.itemsize)
         for parameter in module.parameters()
     )
+
+
+def _forward_bytes(targets: Sequence[Target], tokens: int, width: int, dtype: torch.dtype, paired: bool) -> int:
+    """Return what a block takes at its widest, with hidden states before and after it, and the other model's inputs."""
+    widest = max((sum(target.shape) for target in targets), default=0)
+    return round(tokens * (2 * width + 2.5 * widest * dtype.itemsize) * (1 + paired / 2))
 
 
 def _made_again(parts: Sequence[list[Target]], config: QuantizeConfig, run: Run) -> bool:
