@@ -2,9 +2,10 @@
 
     python benchmarks/quantizing.py [--out benchmarks/results] [--quality fast balanced] [--blocks 2] [--samples 32]
 
-Seconds per block, with reading, solving, checking and writing; of these, what passed before a Linear was solved, and
-before a step of learning was done. A small model goes before, so that loading CUDA's libraries does not count. The
-weights are random: speed hardly depends on them, and quality is not measured here. Writes quantizing.json.
+Seconds per block, with reading, solving, checking and writing; of these, what passed before gradients of some samples
+were measured, before a Linear was solved, and before a step of learning was done. A small model goes before, so that
+loading CUDA's libraries does not count. The weights are random: speed hardly depends on them, and quality is not
+measured here. Writes quantizing.json.
 """
 
 from __future__ import annotations

@@ -106,7 +106,8 @@ class QuantizeConfig:
             being known (arXiv 2309.01885); 0 for not at all.
         two_sided: Weigh errors of a layer's outputs with one another, by what they change of the float model's
             predictions, and move those of some rows onto others, too (arXiv 2505.22988); learned rounding weighs those
-            of a block's output by it. Encoders, and what no gradient reaches, are solved without. Takes twice the time.
+            of a block's output by it. Encoders, and what no gradient reaches, are solved without. Takes two
+            to three times as long, and gradients of 32 samples behind all blocks are kept.
         learn_iterations: Steps of learned rounding after a block is solved: its codes and scales are moved until its
             output comes nearest to the float model's (arXiv 2309.05516, from the method's own solution); 0 for none.
         tune_epochs: How often the samples are gone through to tune all scales of the finished model on the divergence

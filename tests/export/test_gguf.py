@@ -440,6 +440,14 @@ def test_experts_of_different_types_are_refused_before_any_work(tmp_path, change
     assert not steps
 
 
+def test_checkpoints_with_experts_of_several_widths_are_not_converted(tmp_path):
+    save(build("Mixtral", **{**WIDE, "num_hidden_layers": 1, "num_local_experts": 2}), tmp_path / "float")
+    settings = {"method": "rtn", "group_size": 32, "sym": True, "overrides": {r"experts\.1\.up_proj": {"bits": 8}}}
+    quantize(tmp_path / "float", tmp_path / "gptq", tokens(2, 16), bits=4, **settings)
+    with pytest.raises(ConversionError, match=r"experts\.0\.\w+ and others that GGUF stacks differ in shape or type"):
+        gptqkit.convert(tmp_path / "gptq", tmp_path / "gguf", format="gguf")
+
+
 def test_a_gguf_file_that_reads_back_differently_is_refused(tmp_path, monkeypatch):
     save(build(**{**NARROW, "num_hidden_layers": 1}), tmp_path / "float")
     write, count = GGUFWriter.write_tensor_data, []
