@@ -216,6 +216,19 @@ def test_sums_of_samples_take_no_second_matrix():
     assert max(sizes) < found.total.nbytes / 2
 
 
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_what_is_drawn_depends_on_the_sample_alone(tmp_path, at_once, monkeypatch):
+    """Not on how many are looked at together, nor on which process does."""
+    model, tokens = uneven("qwen2"), samples(7)
+    expected = measured(model, tmp_path, tokens)
+    monkeypatch.setattr("gptqkit.fisher.AT_ONCE", at_once)
+    (tmp_path / "again").mkdir()
+    found = measured(model, tmp_path / "again", tokens)
+    assert_close(found.metric, expected.metric, rtol=0.05)  # the mean of parts, each on its own scale
+    for layer, states in expected.behind.items():
+        assert_close(found.behind[layer].read(range(7)), states.read(range(7)), rtol=2**-6)
+
+
 def test_batches_and_places_change_nothing_and_nothing_is_left(tmp_path):
     model, tokens = uneven("qwen2"), samples(20)
     found = []

@@ -91,14 +91,14 @@ def measure_fisher(
     behind: dict[int, ActivationCache] = {}
     with processes.trying() as fits:
         for step, part in enumerate(parts, 1):
-            rows = torch.tensor(chosen[part.start : part.stop])
-            few = Samples(ids[rows], None if mask is None else mask[rows])
+            numbers = chosen[part.start : part.stop]
+            few = Samples(ids[numbers], None if mask is None else mask[numbers])
             with float_streams(model, few, Processes(0, 1, processes.device), run, out) as streams:
                 for layer in () if behind else streams.stacks[-1].blocks:
                     file = states_file(folder, "gradients", layer, processes.rank)
                     kept = range(len(chosen)), streams.stacks[-1].shape, torch.bfloat16, processes.device
                     behind[layer] = ActivationCache(*kept, run.activations, file)
-                found, count = _Gradients(streams, behind, part.start).moments()
+                found, count = _Gradients(streams, behind, part.start, numbers).moments()
             total, tokens = found.add_(total), tokens + count
             progress(Progress(stage="measure", done=step, total=len(parts)))
     if not fits():
@@ -270,12 +270,14 @@ def _scaled(total: Tensor, share: float) -> Tensor | None:
 class _Gradients:
     """The gradients of some samples behind the blocks of the last stack, while what `streams` needs is there.
 
-    They are kept in the caches `kept`, by block, from the sample `start` on. What blocks hand on beside hidden states
-    is taken as given: no gradient goes through it.
+    They are kept in the caches `kept`, by block, from the sample `start` on. `numbers` are those among all samples.
+    What blocks hand on beside hidden states is taken as given: no gradient goes through it.
     """
 
-    def __init__(self, streams: Streams, kept: Mapping[int, ActivationCache], start: int) -> None:
-        self._streams, self._kept, self._start = streams, kept, start
+    def __init__(
+        self, streams: Streams, kept: Mapping[int, ActivationCache], start: int, numbers: Sequence[int]
+    ) -> None:
+        self._streams, self._kept, self._start, self._numbers = streams, kept, start, numbers
         self._blocks = streams.stacks[-1].blocks
         self._behind: dict[int, ActivationCache] = {}  # each block: states, until gradients take their places
         self._handed: dict[int, dict[str, Handed]] = {}  # to each block
@@ -325,7 +327,7 @@ class _Gradients:
         batches, states = self._streams.batches, self._behind[self._blocks[-1]]
         hidden = states.read(sample)
         mask = batches.mask(sample, len(batches.parts) - 1)
-        generator = torch.Generator().manual_seed(sample.start)
+        generator = torch.Generator().manual_seed(self._numbers[sample.start])
         draws = torch.rand(mask.shape, generator=generator, dtype=torch.float32).to(batches.device)
         with torch.enable_grad():
             logits = self._streams.predict(sample, hidden.requires_grad_().clone())  # it may be written into
