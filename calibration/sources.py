@@ -110,6 +110,8 @@ def _open_files(paths: Sequence[Path], column: str | None) -> Documents:
         several = "; where several sources are given, each must be one" if len(paths) > 1 else ""
         raise DatasetUnavailableError(f"there is no file or folder {missing}{several}")
     files = [file for path in paths for file in _list_files(path)]
+    if column is not None and all(file.suffix.lower() == ".txt" for file in files):
+        raise CalibrationError(f"column is {column!r}, but {name} holds plain text, without columns; leave column out")
     documents = (
         document for file in files for document in Reader(str(file), column).documents(_read_file(file, column))
     )

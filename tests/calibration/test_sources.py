@@ -142,6 +142,10 @@ def test_columns_are_found_by_name_or_named(tmp_path, read):
     ):
         with pytest.raises(CalibrationError, match=message):
             read(path, column=column)
+    (tmp_path / "a.txt").write_text("plain")
+    assert read(tmp_path, column="title") == ["plain", "x", "z"]
+    with pytest.raises(CalibrationError, match=r"column is 'title', but .*a\.txt holds plain text"):
+        read(tmp_path / "a.txt", column="title")
 
 
 @pytest.mark.parametrize(
