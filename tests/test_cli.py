@@ -364,10 +364,10 @@ def test_the_installed_command_from_a_model_to_another_format(example_model, sma
 
     stages = ("measure: ", "quantize: layer ", "learn: layer ", "evaluate: ")
     length = ("--sequence-length", 64, "--device", "cpu")
-    quick = ("--skip", "layers.[2-5].", "--override", "down_proj$:bits=8", "--learn-iterations", 2)
+    quick = ("--skip", "layers.[1-5].", "--override", "down_proj$:bits=8", "--learn-iterations", 2)
     texts = ("--calibration", text, "--samples", 2, "--evaluate-on", text)
     done = call("quantize", example_model, out, *texts, *length, *quick)
-    assert sum(line.startswith("quantize: layer ") for line in done.stderr.splitlines()) == 2
+    assert sum(line.startswith("quantize: layer ") for line in done.stderr.splitlines()) == 1
     assert done.stdout.endswith(f"written to {out}\n")
     assert "quantize:" not in done.stdout
 
@@ -382,7 +382,7 @@ def test_the_installed_command_from_a_model_to_another_format(example_model, sma
 
     call("convert", out, tmp_path / "v1", "--format", "gptq")
     assert cli.main(["inspect", str(out), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["bits"] == {"4": 12, "8": 2}
+    assert json.loads(capsys.readouterr().out)["bits"] == {"4": 6, "8": 1}
     before, after = gptqkit.open_checkpoint(out), gptqkit.open_checkpoint(tmp_path / "v1")
     assert list(before.layers) == list(after.layers)
     for name in before.layers:

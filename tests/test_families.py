@@ -31,6 +31,7 @@ OK = {  # and how many Linears stay in floating point
     "whisper": 8,  # a decoder by itself: nothing calls its attention to an encoder
     "zamba2": 0,  # blocks that share weights
 }
+SLOW = ("bamba", "gemma4_unified_text", "glm_moe_dsa", "inkling2_text")  # `make families` tries them, too
 REFUSED = {
     "musicgen": "has no embedding of token ids",
     "reformer": "returns a ReformerOutput, not hidden states",
@@ -115,7 +116,7 @@ def test_every_linear_is_solved_on_what_it_receives_in_the_quantized_model(famil
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", OK)
+@pytest.mark.parametrize("family", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in OK])
 def test_what_is_loaded_computes_what_the_float_model_does_with_its_weights(family, tmp_path):
     found = tried(family, tmp_path)
     assert found["result"] == "ok", found
