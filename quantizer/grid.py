@@ -6,9 +6,9 @@ one offset per row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -20,6 +20,7 @@ _FINE = (-1 / 64, 1 / 64, -1 / 128, 1 / 128)
 _TIGHT_COARSE = tuple(1.0 - 0.05 * step for step in range(1, 13))
 _TIGHT_FINE = (-0.025, 0.025, -0.0125, 0.0125)
 _NEAR = (1.0, 0.85, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3)  # of scales, in the search by simulation
+_FITTED, _SIMULATED, _ON_GPU = 2**16, 2**20, 2**24  # weights on which grids are tried at once: on a CPU, and on a GPU
 
 Snap: TypeAlias = Callable[[Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
 """(scale, offset, bits) -> the nearest scale and offset that a file can hold, element by element, in the same dtype.
@@ -70,6 +71,13 @@ class GroupGrid:
     def rest(self) -> Tensor:
         """What `zero` leaves of the offset, (rows,): 0 where it is a zero point."""
         return self.offset + self.zero * self.scale
+
+    def number(self, which: int | Tensor) -> GroupGrid:
+        """Return one of several grids, (candidates, ..., rows): the same for all rows, or one for each."""
+        if isinstance(which, int):
+            return GroupGrid(self.scale[which], self.offset[which], self.max_code)
+        picked = which.unsqueeze(0)
+        return GroupGrid(self.scale.gather(0, picked)[0], self.offset.gather(0, picked)[0], self.max_code)
 
     def _steps(self, weight: Tensor) -> Tensor:
         """Return code - zero of the nearest codes to `weight`, which is less the rest."""
@@ -122,66 +130,100 @@ def fit_grid(
     if sym:
         high = torch.maximum(-low, high)
         low = -high
+    whole = high - low
 
-    def shrunk(share: Tensor | float) -> GroupGrid:
-        scale = (high - low) * (share / max_code)
-        return GroupGrid(*snap(scale if sign is None else scale * sign, None if sym else low * share, bits), max_code)
+    def shrunk(shares: Iterable[Tensor | float]) -> GroupGrid:
+        pairs = [(whole * (share / max_code), low * share) for share in shares]
+        scale, offset = (torch.stack(each) for each in zip(*pairs, strict=True))
+        return GroupGrid(*snap(scale if sign is None else scale * sign, None if sym else offset, bits), max_code)
 
-    grid = shrunk(1.0)
     if importance is None:
-        return grid
-    judge = partial(GroupGrid.error, weight=weight, importance=importance, tight=tight)
-    best = judge(grid)
-    share = torch.ones_like(best)
+        return shrunk([1.0]).number(0)
 
-    for coarse in _TIGHT_COARSE if tight else _COARSE:
-        grid, best, better = keep_better(grid, best, shrunk(coarse), judge)
-        share = torch.where(better, coarse, share)
-    centre = share
-    for fine in _TIGHT_FINE if tight else _FINE:
-        grid, best, _ = keep_better(grid, best, shrunk(centre + fine), judge)
-    if not sym:
-        for step in (1, -1):
-            moved = GroupGrid(*snap(grid.scale, grid.offset + step * grid.scale, bits), max_code)
-            grid, best, _ = keep_better(grid, best, moved, judge)
+    def error(grid: GroupGrid, weight: Tensor) -> Tensor:
+        return grid.error(weight, importance, tight=tight)
+
+    shares = 1.0, *(_TIGHT_COARSE if tight else _COARSE)
+    grid, least, first = best_of(shrunk(shares), weight, error, _FITTED)
+    share = torch.stack([least.new_full((), each) for each in shares])[first]
+    finer = shrunk(share + fine for fine in (_TIGHT_FINE if tight else _FINE))
+    around, closest, _ = best_of(finer, weight, error, _FITTED)
+    grid, least = keep_better(grid, least, around, closest)
+    return grid if sym else stepped(grid, least, weight, error, bits=bits, snap=snap)
+
+
+def best_of(
+    grids: GroupGrid, weight: Tensor, error: Callable[[GroupGrid, Tensor], Tensor], most: int
+) -> tuple[GroupGrid, Tensor, Tensor]:
+    """Return of every row the best of several grids, the first of equals, its error, and its number.
+
+    Args:
+        grids: Scales and offsets (candidates, ..., rows).
+        weight: (columns, ..., rows).
+        error: What a grid comes to on weights, which it may use up, (..., rows).
+        most: Weights on which grids are tried at once, side by side, on a CPU.
+    """
+    if weight.device.type == "cuda":
+        most = _ON_GPU
+    count = max(1, most // weight.numel())
+    tried = []
+    for scale, offset in zip(torch.split(grids.scale, count), torch.split(grids.offset, count), strict=True):
+        wide = weight.repeat(*[1] * (weight.dim() - 1), len(scale))
+        scale, offset = (each.movedim(0, -2) for each in (scale, offset))
+        beside = GroupGrid(scale.flatten(-2), offset.flatten(-2), grids.max_code)
+        tried.append(error(beside, wide).view(scale.shape).movedim(-2, 0))
+    errors = torch.cat(tried)
+    number = errors.argmin(0)
+    return grids.number(number), errors.gather(0, number.unsqueeze(0))[0], number
+
+
+def keep_better(grid: GroupGrid, error: Tensor, other: GroupGrid, its_error: Tensor) -> tuple[GroupGrid, Tensor]:
+    """Return of every row the better of two grids, the first of equals, and its error."""
+    better = its_error < error
+    scale = torch.where(better, other.scale, grid.scale)
+    offset = torch.where(better, other.offset, grid.offset)
+    return GroupGrid(scale, offset, grid.max_code), torch.where(better, its_error, error)
+
+
+def stepped(
+    grid: GroupGrid,
+    least: Tensor,
+    weight: Tensor,
+    error: Callable[[GroupGrid, Tensor], Tensor],
+    *,
+    bits: int,
+    snap: Snap,
+) -> GroupGrid:
+    """Return of every row a grid one scale up or down, where that is better than `least`, its own error."""
+    for step in (1, -1):
+        other = GroupGrid(*snap(grid.scale, grid.offset + step * grid.scale, bits), grid.max_code)
+        grid, least = keep_better(grid, least, other, error(other, weight.clone()))
     return grid
 
 
-def keep_better(
-    grid: GroupGrid, error: Tensor, candidate: GroupGrid, judge: Callable[[GroupGrid], Tensor]
-) -> tuple[GroupGrid, Tensor, Tensor]:
-    """Return of every row the better of two grids by what `judge` says, its error, and whether it is the candidate."""
-    other = judge(candidate)
-    better = other < error
-    scale = torch.where(better, candidate.scale, grid.scale)
-    offset = torch.where(better, candidate.offset, grid.offset)
-    return GroupGrid(scale, offset, grid.max_code), torch.where(better, other, error), better
-
-
 def improve_grid(
-    grid: GroupGrid, error: Callable[[GroupGrid], Tensor], *, bits: int, sym: bool, snap: Snap
+    grid: GroupGrid,
+    weight: Tensor,
+    error: Callable[[GroupGrid, Tensor], Tensor],
+    *,
+    bits: int,
+    sym: bool,
+    snap: Snap,
 ) -> GroupGrid:
     """Return, for every row, the best of a grid and some near it: wider, narrower, and one scale up or down.
 
     Args:
         grid: Where to begin.
-        error: What grids come to, (rows,) or (candidates, rows) of several; less is better.
+        weight: (columns, rows).
+        error: As `best_of` takes it.
         bits: Bits per code.
         sym: Symmetric grids.
         snap: What the file can hold.
     """
-
-    def held(scale: Tensor, offset: Tensor) -> GroupGrid:
-        return GroupGrid(*snap(scale, None if sym else offset, bits), grid.max_code)
-
-    near = held(*(torch.stack([each * factor for factor in _NEAR]) for each in (grid.scale, grid.offset)))
-    lost = error(near)
-    best = lost.argmin(0, keepdim=True)  # the first of equals
-    scale, offset, least = (each.gather(0, best)[0] for each in (near.scale, near.offset, lost))
-    grid = GroupGrid(scale, offset, grid.max_code)
-    for step in () if sym else (1, -1):
-        grid, least, _ = keep_better(grid, least, held(grid.scale, grid.offset + step * grid.scale), error)
-    return grid
+    scale, offset = (torch.stack([each * factor for factor in _NEAR]) for each in (grid.scale, grid.offset))
+    near = GroupGrid(*snap(scale, None if sym else offset, bits), grid.max_code)
+    grid, least, _ = best_of(near, weight, error, _SIMULATED)
+    return grid if sym else stepped(grid, least, weight, error, bits=bits, snap=snap)
 
 
 def _as_float16(scale: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ class TwoLevel:
             for down in _NEIGHBOURS if self.offsets else (0,):
                 if step or down:
                     near = self._near(grid, unit, floor, step, down)
-                    best, error, _ = keep_better(best, error, near, judge)
+                    best, error = keep_better(best, error, near, judge(near))
         return best
 
 

@@ -20,7 +20,6 @@ from .quantized import QuantizedWeight
 from .superblock import TwoLevel
 
 _SEGMENT = 16  # columns swept one by one before the rest of the block is updated with one matrix product
-_SIDE_BY_SIDE, _ON_GPU = 2**20, 2**24  # weights swept at once where several grids are tried: what caches, a GPU like
 
 
 class ColumnSweep:
@@ -207,23 +206,16 @@ class ColumnSweep:
         groups = self._group[position:][: self.span]
         self._fit_grids(groups, block if inside else self.target, importance[position:][: self.span])
         if self.config.grid == "sim" and inside and not isinstance(self.snap, TwoLevel):
-            error = partial(self._simulate, block=block, inverse=inverse, shift=shift)
+            lost = partial(self._simulate, inverse=inverse, shift=shift)
             self.grids[group] = improve_grid(
-                self.grids[group], error, bits=self.config.bits, sym=self.config.sym, snap=self.snap
+                self.grids[group], block, lost, bits=self.config.bits, sym=self.config.sym, snap=self.snap
             )
 
-    def _simulate(self, grids: GroupGrid, block: Tensor, inverse: Tensor, shift: Tensor | None) -> Tensor:
-        """Return what the sweep of a group would lose on grids, (rows,), or on each of several, (candidates, rows)."""
-        rows = block.shape[1]
-        count = max(1, (_SIDE_BY_SIDE if self._library is None else _ON_GPU) // block.numel())
-        lost = []
-        parts = (torch.split(each.flatten(), count * rows) for each in (grids.scale, grids.offset))
-        for scale, offset in zip(*parts, strict=True):
-            wide, grid = block.repeat(1, len(scale) // rows), GroupGrid(scale, offset, grids.max_code)
-            codes, values = torch.empty_like(wide, dtype=torch.uint8), torch.empty_like(wide)
-            scaled = self._sweep_columns(wide, [grid] * len(block), codes, values, inverse, shift)
-            lost.append(scaled.square_().sum(0))
-        return torch.cat(lost).view_as(grids.scale)
+    def _simulate(self, grid: GroupGrid, block: Tensor, inverse: Tensor, shift: Tensor | None) -> Tensor:
+        """Return what the sweep of a group would lose on a grid, (rows,); `block` is used up."""
+        codes, values = torch.empty_like(block, dtype=torch.uint8), torch.empty_like(block)
+        scaled = self._sweep_columns(block, [grid] * len(block), codes, values, inverse, shift)
+        return scaled.square_().sum(0)
 
     def _fit_grids(self, groups: list[int], weight: Tensor, importance: Tensor) -> None:
         """Fit the grid of a group, or those of a super-block, to the weights of their columns, (columns, rows)."""

@@ -84,3 +84,19 @@ def test_grids_that_need_not_be_tight_clip_less(sym):
         grid = fit_grid(w, bits=2, sym=sym, importance=importance, tight=tight)
         clipped.append(int(((grid.decode(grid.encode(w)) - w).abs() > 0.51 * grid.scale).sum()))
     assert clipped[1] < 0.6 * clipped[0]
+
+
+@pytest.mark.parametrize("sym", [False, True])
+@pytest.mark.parametrize("tight", [False, True])
+def test_grids_that_are_tried_side_by_side_come_to_what_they_come_to_alone(sym, tight, monkeypatch):
+    """Also of several groups at once."""
+    generator = torch.Generator().manual_seed(4)
+    weight, importance = torch.randn(16, 3, 40, generator=generator), torch.rand(16, 3, generator=generator) + 0.1
+    how = {"bits": 3, "sym": sym, "tight": tight}
+    monkeypatch.setattr(grids, "_FITTED", 1)
+    alone = [fit_grid(weight[:, [each]], importance=importance[:, [each]], **how) for each in range(3)]
+    for most in (1, 5 * weight.numel(), 2**20):
+        monkeypatch.setattr(grids, "_FITTED", most)
+        together = fit_grid(weight, importance=importance, **how)
+        assert torch.equal(together.scale, torch.cat([each.scale for each in alone]))
+        assert torch.equal(together.offset, torch.cat([each.offset for each in alone]))
