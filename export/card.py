@@ -69,7 +69,7 @@ def write_card(directory: Path, source: Path) -> None:
     sections = [
         _front_matter(model, config, pipeline, _inherited(source / "README.md")),
         f"# {str(model).rsplit('/', 1)[-1]}, {kind}" if model else f"# {kind} checkpoint",
-        _settings(report, config),
+        _settings(report, config, summary),
         _floats(summary, report.get("left_in_float") or {}),
         _perplexity(report.get("perplexity") or []),
         _errors(report.get("modules") or [], picture=(directory / HEAT_MAP).exists()),
@@ -130,12 +130,13 @@ def _front_matter(model: object, config: Mapping[str, Any], pipeline: str, inher
     return f"---\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}---"
 
 
-def _settings(report: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+def _settings(report: Mapping[str, Any], config: Mapping[str, Any], summary: CheckpointSummary) -> str:
     size, samples, version = config["group_size"], report.get("samples"), (report.get("versions") or {}).get("gptqkit")
     own = ("quality", "method", "desc_act", "act_group_aware", "static_groups", "damp_percent")
+    sizes = [size or -1] if (size or -1) in summary.group_sizes else summary.group_sizes  # what was asked for, or is
     rows = {
         "bits": config["bits"],
-        "group size": "one group per row" if size is None else size,
+        "group size": ", ".join("one group per row" if each == -1 else str(each) for each in sizes),
         "symmetric": config["sym"],
         "format": config["format"],
         "type": config.get("type"),

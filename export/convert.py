@@ -20,6 +20,7 @@ from .card import write_card
 from .checkpoint import REPORT, Checkpoint, check_written, lasting_config, matrices, open_checkpoint, write_report
 from .files import copy_beside, read_tokenizer
 from .formats import FORMATS, LayerSpec, find_format, find_quantization, without_quantization
+from .recipes import grid_settings
 from .shards import MAX_SHARD_BYTES, check_same, read_json, same_bits, write_json, write_shards
 from .staging import staged
 
@@ -158,10 +159,16 @@ def write_quantization_config(directory: Path, values: Mapping[str, Any], format
 
 
 def update_report(directory: Path, source: Path, format: str) -> None:
-    """Let report and model card name the new format."""
+    """Let report and model card name the new format; types are those of GGUF's alone."""
     report = read_json(source / REPORT)
     try:
         report["config"]["format"] = format
+        if format != "gguf":
+            report["config"]["type"] = None  # its bits, groups and symmetry are there
+            for own in (report["config"].get("overrides") or {}).values():
+                if own.get("type"):
+                    grid = grid_settings(own["type"])
+                    own |= {"type": None, "bits": grid["bits"], "group_size": grid["group_size"]}
         write_report(directory, report)
         write_card(directory, source)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

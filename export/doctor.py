@@ -123,7 +123,7 @@ def doctor(
     target = None if out is None else Path(at_home(out))
     if target is not None:
         check_apart(source, target)
-        check_target(target, overwrite=False)
+        check_target(target, overwrite=None)
     case = _examine(source, format)
     written = target is not None and bool(case.damage) and all(damage.repair for damage in case.damage)
     if target is not None and written:
@@ -153,7 +153,7 @@ def _examine(path: Path, format: str | None = None) -> _Case:
     except CheckpointError as error:
         if not values:  # then nothing says that it is quantized
             raise
-        case.damage.append(Damage(what=str(error)))
+        case.damage.append(Damage(what=str(error).removesuffix("; fetch it again")))
         return case
     if label in VERSIONS:
         _judge_zero_points(case, format, missing)

@@ -186,7 +186,11 @@ def _costs(facts: Facts) -> Rules:
         (("vLLM", TRANSFORMERS), rounded, _ROUNDED),
         (("gptqkit",), facts.all_ones, ones + "they are read as 2^bits; quantize again as gptq_v2"),
         (OTHERS, facts.all_ones, ones + "some kernels carry into the next output's; quantize again as gptq_v2"),
-        ((TRANSFORMERS,), declared.format == "gguf", "decodes everything into floating point: no memory is saved"),
+        (
+            (TRANSFORMERS,),
+            declared.format == "gguf",
+            "takes gguf_file=, and decodes everything into floating point: no memory is saved",
+        ),
         (no_servers, count > 1, "was not looked at for several GPUs"),
     ]
 

@@ -20,10 +20,11 @@ from .scaled import says_quantized
 
 
 @contextmanager
-def staged(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def staged(target: Path, *, overwrite: bool | None = None) -> Iterator[Path]:
     """Give a new directory to fill; it becomes `target` when the block ends, and vanishes when the block raises.
 
-    With `overwrite`, a quantized model that is there already is replaced then. Errors are those of `check_target`.
+    With `overwrite`, a quantized model that is there already is replaced then; None where users cannot ask for that.
+    Errors are those of `check_target`.
     """
     remove_leftovers(target)
     check_target(target, overwrite=overwrite)
@@ -46,7 +47,7 @@ def scratch(target: Path) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def replace_directory(directory: Path, target: Path, *, overwrite: bool = False) -> None:
+def replace_directory(directory: Path, target: Path, *, overwrite: bool | None = None) -> None:
     """Sync `directory` and let it appear as `target`, in the place of a quantized model where that is wanted.
 
     The target stays as it was on any error, such as those of `check_target`.
@@ -94,7 +95,7 @@ def held(directory: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def check_target(target: Path, *, overwrite: bool) -> None:
+def check_target(target: Path, *, overwrite: bool | None) -> None:
     """Refuse a target that must not be replaced or cannot be made, before any work starts.
 
     Raises:
@@ -112,7 +113,8 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:
-        raise OutputExistsError(f"{target} exists already; choose another directory, or ask to overwrite it")
+        how = "" if overwrite is None else ", or overwrite it (--overwrite)"
+        raise OutputExistsError(f"{target} exists already; choose another directory{how}")
     if not target.is_dir() or not _holds_quantized_model(target):
         raise OutputExistsError(
             f"{target} holds something else than a quantized model, so it is not overwritten; choose another directory"

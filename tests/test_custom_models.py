@@ -164,7 +164,7 @@ def test_modules_that_are_never_called_are_named(tmp_path):
         quantize(model, tmp_path / "resumed", progress=lambda step: 1 / (8 - step.done))
     quantize(model, tmp_path / "resumed", run={"resume": True}, progress=steps.append)
     assert [(step.done, step.total) for step in steps] == [(done, 14) for done in range(8, 15)]
-    with pytest.raises(ConfigError, match=r"1 Linears stay in floating point: model\.layers\.0\.mlp\.spare"):
+    with pytest.raises(ConfigError, match=r"1 Linear stays in floating point: model\.layers\.0\.mlp\.spare"):
         quantize(model, tmp_path / "strict", run={"strict": True})
 
 

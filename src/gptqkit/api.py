@@ -123,6 +123,8 @@ def quantize(
     calibration = _calibration(calibration, config)
     if not isinstance(model, (str, Path, PreTrainedModel)):
         raise ArchitectureError(f"model is a {type(model).__name__}; give a folder, an id, or a PreTrainedModel")
+    if isinstance(model, PreTrainedModel) and run.revision is not None:
+        raise ConfigError(f"revision is {run.revision!r}, but the model is loaded already; leave it out")
     with join(choose_device(run.device)) as processes, on_disk(model) as (path, name):
         with processes.together():
             source = FloatModel(path, trust_remote_code=run.trust_remote_code, revision=run.revision)

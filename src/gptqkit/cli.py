@@ -88,7 +88,11 @@ def parser() -> argparse.ArgumentParser:
     how = f"text that the model reads: {SOURCES}. May be repeated for several files"
     imatrix.add_argument("--calibration", action="append", metavar="SOURCE", required=True, help=how)
     add_fields(imatrix.add_argument_group("calibration"), Calibration)
-    add_fields(imatrix.add_argument_group("run"), Run, ("resume", "strict", "shard_size", *UPLOAD))
+    of_run = imatrix.add_argument_group("run")
+    add_fields(of_run, Run, ("overwrite", "resume", "strict", "shard_size", *UPLOAD))
+    of_run.add_argument(
+        "--overwrite", action="store_true", default=argparse.SUPPRESS, help="replace OUT if it is a GGUF file"
+    )
 
     plan = _add_command(parsers, commands.plan, "model", "--json")
     plan.add_argument("--out", metavar="OUT", type=path, help="folder that would be written (default: one here)")

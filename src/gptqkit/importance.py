@@ -55,13 +55,15 @@ def imatrix(
         progress: Called once per module.
 
     Raises:
-        OutputExistsError: `out` exists, and `overwrite` is not set.
+        OutputExistsError: `out` exists, and `overwrite` is not set, or it is no GGUF file.
         GptqkitError: Settings, text, model or files that do not fit; see `errors`.
     """
     run, out = settings_of(Run, run or {}), Path(at_home(out))
     calibration = calibration_of(calibration)
-    if os.path.lexists(out) and not (run.overwrite and out.is_file()):
-        raise OutputExistsError(f"{out} exists already; choose another file, or ask to overwrite it")
+    if os.path.lexists(out) and not run.overwrite:
+        raise OutputExistsError(f"{out} exists already; choose another file, or overwrite it (--overwrite)")
+    if os.path.lexists(out) and not _is_gguf(out):
+        raise OutputExistsError(f"{out} is no GGUF file, so it is not overwritten; choose another file")
     if not out.parent.is_dir():
         raise ConfigError(f"there is no folder {out.parent}; make it, or choose another file")
     device = choose_device(run.device)
@@ -77,6 +79,13 @@ def imatrix(
     count, length = samples.input_ids.shape
     model_config = source.model.config.to_dict()
     write_imatrix(out, sums, model_config, dataset=public_name(calibration.source), samples=count, length=length)
+
+
+def _is_gguf(file: Path) -> bool:
+    if not file.is_file():
+        return False
+    with file.open("rb") as stream:
+        return stream.read(4) == b"GGUF"
 
 
 @torch.no_grad()

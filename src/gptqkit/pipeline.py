@@ -191,7 +191,8 @@ class Pipeline:
         silent = [target for target in self.targets[layer] if target not in called]
         self.left |= dict.fromkeys((target.name for target in silent), UNCALLED)
         self._total -= len(silent)
-        fresh = {target.name: UNCALLED for target in silent if target.inner not in self._told}
+        why = f"{UNCALLED}; others of this name in later blocks are not listed"
+        fresh = {target.name: why for target in silent if target.inner not in self._told}
         self._told |= {target.inner for target in silent}  # told of one block, not of all
         self._tell([], fresh)
         fisher = self._fisher_of(layer)

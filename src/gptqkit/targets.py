@@ -289,7 +289,7 @@ def tell_misfits(
     lines = []
     if left:
         named = some(f"{name} ({why})" for name, why in left.items())
-        lines.append(f"{len(left)} Linears stay in floating point: {named}")
+        lines.append(f"{len(left)} Linear{'s stay' if len(left) > 1 else ' stays'} in floating point: {named}")
     smaller, narrow = [], []
     for target in [target for of_block in targets for target in of_block]:
         asked = config.for_module(target.name)

@@ -342,6 +342,31 @@ def test_models_and_tokenizers_that_are_not_written_are_refused_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
+def test_report_and_card_of_what_was_gguf_name_no_type(tmp_path):
+    """And the card of what was converted to GGUF names the groups that are there."""
+    save(build(), tmp_path / "float")
+    quantize(
+        tmp_path / "float",
+        tmp_path / "gguf",
+        None,
+        type="q4_0",
+        method="rtn",
+        group_size=128,
+        sym=True,
+        overrides={"o_proj": {"type": "q8_0"}},
+    )
+    gptqkit.convert(tmp_path / "gguf", tmp_path / "ct", format="compressed-tensors")
+    config = gptqkit.QuantizeConfig.from_dict(
+        json.loads((tmp_path / "ct/quantization_report.json").read_text())["config"]
+    )
+    assert (config.format, config.type, config.bits, config.group_size) == ("compressed-tensors", None, 4, 32)
+    assert (config.overrides["o_proj"].type, config.overrides["o_proj"].bits) == (None, 8)
+    assert "q4_0" not in (tmp_path / "ct/README.md").read_text().lower()
+    quantize(tmp_path / "float", tmp_path / "gptq", None, method="rtn", group_size=64, sym=True)
+    gptqkit.convert(tmp_path / "gptq", tmp_path / "again", format="gguf")
+    assert "| group size | 32 |" in (tmp_path / "again/README.md").read_text()
+
+
 def test_an_importance_matrix_is_the_sum_of_squares_of_inputs(tmp_path):
     model = build("Mixtral", **NARROW, num_local_experts=4).bfloat16()
     save(model, tmp_path / "float")
@@ -369,6 +394,9 @@ def test_an_importance_matrix_is_the_sum_of_squares_of_inputs(tmp_path):
         gptqkit.imatrix(tmp_path / "float", calibration, tmp_path / "imatrix.gguf")
     with pytest.raises(gptqkit.OutputExistsError):  # nor is a folder taken for a file to overwrite
         gptqkit.imatrix("nowhere", calibration, tmp_path / "float", run={"overwrite": True})
+    (tmp_path / "text.txt").write_text("mine")
+    with pytest.raises(gptqkit.OutputExistsError, match=r"text\.txt is no GGUF file, so it is not overwritten"):
+        gptqkit.imatrix("nowhere", calibration, tmp_path / "text.txt", run={"overwrite": True})
     fewer, again = {"source": tokens(3).input_ids, "samples": 3}, {"device": "cpu", "overwrite": True}
     gptqkit.imatrix(tmp_path / "float", fewer, tmp_path / "imatrix.gguf", run=again)
     assert field(tmp_path / "imatrix.gguf", "imatrix.chunk_count") == 3
