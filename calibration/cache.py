@@ -126,6 +126,8 @@ class Handed:
         def part(place: int, each: Any) -> Any:
             if not isinstance(each, Tensor):
                 return each
+            if each.shape[:1] == (1,):  # the same for all, as T5's position bias
+                each = each.expand(len(samples), *each.shape[1:])
             if each.shape[:1] != (len(samples),):
                 raise ArchitectureError(
                     f"blocks hand on {tuple(each.shape)} of {len(samples)} samples beside hidden states, not sample by "

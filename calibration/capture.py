@@ -47,6 +47,7 @@ class BlockCall:
 
     def __call__(self, block: nn.Module, hidden: Tensor) -> Any:
         """Return what `block` makes of other hidden states; ArchitectureError where it cannot be run by itself."""
+        hidden = hidden.clone()  # which the block may write into
         try:
             if self.arguments:
                 return block(hidden, *self.arguments[1:], **self.named)

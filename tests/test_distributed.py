@@ -19,7 +19,8 @@ from gptqkit.distributed import Processes, join
 from gptqkit.errors import AbandonedError, DoesNotFitError, GptqkitError, RankError
 from gptqkit.job import work_path
 from support.jobs import CASES, before_blocks, contents, die, processes, quantize, too_little_memory
-from support.models import samples
+from support.models import build, samples
+from support.pipeline import quantize as small
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,6 +40,17 @@ def facts(models, case, out, name="facts", **changes):
 
 def learned(folder, ranks, name="facts"):
     return [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in ranks]
+
+
+def of_a_loaded_model(out):
+    small(build("qwen2"), out, samples(4), method="gptq", run={"batch_size": 2})
+
+
+def test_several_processes_quantize_a_loaded_model(tmp_path):
+    for ended in processes(of_a_loaded_model, tmp_path / "out", size=2, log=tmp_path / "log"):
+        assert ended.code == 0, ended.text
+    of_a_loaded_model(tmp_path / "alone")
+    assert contents(tmp_path / "out")["model.safetensors"] == contents(tmp_path / "alone")["model.safetensors"]
 
 
 @pytest.mark.parametrize(

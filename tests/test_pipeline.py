@@ -1,11 +1,14 @@
 """The pipeline against slow references: whole forward passes with hooks, and sums over tokens in float64."""
 
 import weakref
+from functools import partialmethod
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import nn
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 import gptqkit
 from gptqkit import subsets
@@ -267,6 +270,55 @@ def test_samples_with_non_finite_activations_stop_the_run_or_are_left_out(name, 
     quantize(model, tmp_path / "without", kept, method="gptaq")
     expected, found = weights(tmp_path / "without"), weights(tmp_path / "out")
     assert max(share_that_differs(expected[each], found[each]) for each in expected) < 0.02
+
+
+def test_where_outputs_are_added_is_seen_in_a_sample_that_counts(tmp_path):
+    """Also in the block in which the first one overflows."""
+    ids, settings = samples().input_ids.clamp(max=94), {"method": "loaq", "run": {"batch_size": 6}}
+    ids[0, 2], found = 95, []
+    for order in (ids, ids.roll(-1, 0)):
+        quantize(overflowing("qwen2"), tmp_path / "out", Samples(order), skip_nonfinite=True, **settings)
+        found.append(weights(tmp_path / "out"))
+        settings["run"]["overwrite"] = True
+    assert max(share_that_differs(found[0][each], found[1][each]) for each in found[0]) < 0.02
+
+
+def test_an_expert_that_gets_all_tokens_of_the_first_sample(tmp_path):
+    ids = samples(6, 24).input_ids.clone()
+    ids[0] = ids[0, 0]
+    report = quantize(build("mixtral", num_experts_per_tok=1), tmp_path / "out", Samples(ids), method="loaq").report
+    assert not report.left_in_float
+
+
+@pytest.mark.parametrize("quality", ["fast", "balanced"])
+def test_an_embedding_that_is_stored_as_the_output_layer(quality, tmp_path):
+    tensors = save(build("llama"), tmp_path / "float")
+    quantize(tmp_path / "float", tmp_path / "expected", quality=quality)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tmp_path / "float/model.safetensors", {"format": "pt"})
+    quantize(tmp_path / "float", tmp_path / "out", quality=quality)
+    expected, found = weights(tmp_path / "expected"), weights(tmp_path / "out")
+    assert all(torch.equal(expected[each].codes, found[each].codes) for each in expected)
+
+
+def test_blocks_may_write_into_what_enters_them(tmp_path, monkeypatch):
+    def forward(self, hidden_states, apart, **others):
+        others.pop("use_cache", None)
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **others)
+        hidden_states = hidden_states + attended if apart else hidden_states.add_(attended)
+        out = self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states + out if apart else hidden_states.add_(out)
+
+    found = []
+    for apart in (True, False):
+        monkeypatch.setattr(Qwen2DecoderLayer, "forward", partialmethod(forward, apart=apart))
+        quantize(build("qwen2"), tmp_path / str(apart))
+        found.append(weights(tmp_path / str(apart)))
+    assert all(torch.equal(found[0][each].codes, found[1][each].codes) for each in found[0])
+
+
+def test_an_encoder_may_see_one_token(tmp_path):
+    assert not quantize(build("t5"), tmp_path / "out", samples(3, 2)).report.left_in_float
 
 
 def test_leaving_out_stops_where_no_sample_is_left(tmp_path):

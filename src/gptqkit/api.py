@@ -260,6 +260,7 @@ def on_disk(model: str | Path | PreTrainedModel) -> Iterator[tuple[str | Path, s
     with TemporaryDirectory(prefix="gptqkit-") as folder:
         before = dict(vars(model.config))
         try:
+            model.should_save_on_this_rank = lambda *_: True  # every process has a folder of its own
             with without_bars():
                 model.save_pretrained(folder)
         except SafetensorError as error:
@@ -267,6 +268,7 @@ def on_disk(model: str | Path | PreTrainedModel) -> Iterator[tuple[str | Path, s
         except RuntimeError as error:  # weights on the meta device, or shared where their class does not know of it
             raise ArchitectureError(f"transformers cannot save the loaded {type(model).__name__}: {error}") from error
         finally:
+            del model.should_save_on_this_rank
             vars(model.config).update(before)  # transformers writes dtype and class into it
         try:
             yield folder, name

@@ -110,6 +110,8 @@ def measure_fisher(
     processes.add_up(total)
     tokens = sum(processes.gather(tokens))
     metric = _scaled(total, tokens / (tokens + len(total)))
+    if metric is None and processes.rank == 0:
+        _LOG.warning("no finite gradient reaches the blocks; all errors are taken alike")
     return None if metric is None else Fisher(metric=metric, samples=chosen, behind=behind)
 
 
@@ -341,7 +343,7 @@ class _Gradients:
         """Return the gradients of a batch behind the block before, from those behind `block`, of number `layer`."""
         hidden = self._behind[layer - 1].read(batch).requires_grad_()
         with torch.enable_grad():
-            leaving = self._streams.through(batch, layer, block, hidden.clone())
+            leaving = self._streams.through(batch, layer, block, hidden)
         return _gradients(leaving, hidden, self._behind[layer].read(batch))
 
 

@@ -208,7 +208,8 @@ class FloatModel:
         if output is None or is_tied(self.model):
             return set()
         own = {id(tensor) for tensor in output.parameters()}
-        return {name for name, tensor in self.model.named_parameters() if id(tensor) in own}
+        found = {name for name, tensor in self.model.named_parameters() if id(tensor) in own}
+        return found - self._tied()  # parameters on the meta device are not the same one any more
 
     def _made_elsewhere(self) -> set[str]:
         """Return the names in the model that need not be in the files."""

@@ -126,8 +126,8 @@ class Streams:
         """Find the order of the Linears of a block, and which of them share an input, by running one sample."""
         found: list[tuple[list[str], bool, bool]] = []
         sums: dict[str, str] = {}
-        if self.batches.mine and targets:  # processes without samples learn it from the others
-            one = range(self.batches.mine.start, self.batches.mine.start + 1)
+        one = self._sound(layer) if targets else None
+        if one is not None:  # processes without samples learn it from the others
             block, hidden = self.model.blocks[layer], self._read("hidden", one, layer)
             modules = {target.inner: block.get_submodule(target.inner) for target in targets}
             traced = trace_inputs(modules, partial(self._run, self._call(one, layer), hidden, block))
@@ -137,12 +137,22 @@ class Streams:
                 part = any(count != tokens and self.batches.stack_of(count, 1) is None for count in counts)
                 found.append((names, part, len(counts) > 1))
             if self.drift:
+                experts = {target.inner for target in targets if target.expert}  # which see some tokens of most samples
                 alone = [names[0] for names, part, several in found if len(names) == 1 and not (part or several)]
-                writing = {name: modules[name] for name in alone}
+                writing = {name: modules[name] for name in alone if name not in experts}
                 sums = trace_sums(block, writing, partial(self._run, self._call(one, layer), hidden, block))
         found, self._sums = next((each for each in self.processes.gather((found, sums)) if each[0]), ([], {}))
         self._again = {name for names, _, several in found if several for name in names}
         return group_subsets(targets, [(names, part) for names, part, _ in found])
+
+    def _sound(self, layer: int) -> range | None:
+        """Return the first sample here that counts and, where others are left out, that this block keeps finite."""
+        mine = [range(each, each + 1) for each in self.batches.mine if self.batches.counts[each]]
+        for one in mine if self.skip else ():
+            leaving = self.through(one, layer, self.model.blocks[layer], self.caches["hidden"].read(one))
+            if bool(self.of_tokens(leaving, one).isfinite().all()):
+                return one
+        return mine[0] if mine else None
 
     def collect(self, layer: int, groups: Iterable[Group], twin: nn.Module | None = None) -> Iterator[list[Measured]]:
         """Yield what all subsets of some groups receive, portion by portion (see `portions`): all samples run for each.
