@@ -137,7 +137,7 @@ class Streams:
                 part = any(count != tokens and self.batches.stack_of(count, 1) is None for count in counts)
                 found.append((names, part, len(counts) > 1))
             if self.drift:
-                experts = {target.inner for target in targets if target.expert}  # which see some tokens of most samples
+                experts = {target.inner for target in targets if target.expert is not None}
                 alone = [names[0] for names, part, several in found if len(names) == 1 and not (part or several)]
                 writing = {name: modules[name] for name in alone if name not in experts}
                 sums = trace_sums(block, writing, partial(self._run, self._call(one, layer), hidden, block))
