@@ -6,20 +6,21 @@ one offset per row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-# Candidate ranges of the search, as shares of the range from minimum to maximum.
-_COARSE = tuple(1 - step / 32 for step in range(1, 9))
-_FINE = (-1 / 64, 1 / 64, -1 / 128, 1 / 128)
-_TIGHT_COARSE = tuple(1.0 - 0.05 * step for step in range(1, 13))
-_TIGHT_FINE = (-0.025, 0.025, -0.0125, 0.0125)
+# Candidate ranges of the search, as shares of the range from minimum to maximum; then others beside the best of them.
+_COARSE = tuple(1 - step / 32 for step in range(9))
+_FINE = (0.0, -1 / 64, 1 / 64, -1 / 128, 1 / 128)
+_TIGHT_COARSE = tuple(1.0 - 0.05 * step for step in range(13))
+_TIGHT_FINE = (0.0, -0.025, 0.025, -0.0125, 0.0125)
 _NEAR = (1.0, 0.85, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3)  # of scales, in the search by simulation
+_STEPS = (0.0, 1.0, -1.0)  # of offsets, in scales
 _FITTED, _SIMULATED, _ON_GPU = 2**16, 2**20, 2**24  # weights on which grids are tried at once: on a CPU, and on a GPU
 
 Snap: TypeAlias = Callable[[Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
@@ -72,10 +73,8 @@ class GroupGrid:
         """What `zero` leaves of the offset, (rows,): 0 where it is a zero point."""
         return self.offset + self.zero * self.scale
 
-    def number(self, which: int | Tensor) -> GroupGrid:
-        """Return one of several grids, (candidates, ..., rows): the same for all rows, or one for each."""
-        if isinstance(which, int):
-            return GroupGrid(self.scale[which], self.offset[which], self.max_code)
+    def number(self, which: Tensor) -> GroupGrid:
+        """Return of every row the one of that number among several grids, (candidates, ..., rows)."""
         picked = which.unsqueeze(0)
         return GroupGrid(self.scale.gather(0, picked)[0], self.offset.gather(0, picked)[0], self.max_code)
 
@@ -132,30 +131,27 @@ def fit_grid(
         low = -high
     whole = high - low
 
-    def shrunk(shares: Iterable[Tensor | float]) -> GroupGrid:
-        pairs = [(whole * (share / max_code), low * share) for share in shares]
-        scale, offset = (torch.stack(each) for each in zip(*pairs, strict=True))
+    def shrunk(share: Tensor) -> GroupGrid:
+        scale, offset = whole * (share / max_code), low * share
         return GroupGrid(*snap(scale if sign is None else scale * sign, None if sym else offset, bits), max_code)
 
     if importance is None:
-        return shrunk([1.0]).number(0)
+        return shrunk(torch.ones_like(whole))
 
     def error(grid: GroupGrid, weight: Tensor) -> Tensor:
         return grid.error(weight, importance, tight=tight)
 
-    shares = 1.0, *(_TIGHT_COARSE if tight else _COARSE)
-    grid, least, first = best_of(shrunk(shares), weight, error, _FITTED)
-    share = torch.stack([least.new_full((), each) for each in shares])[first]
-    finer = shrunk(share + fine for fine in (_TIGHT_FINE if tight else _FINE))
-    around, closest, _ = best_of(finer, weight, error, _FITTED)
-    grid, least = keep_better(grid, least, around, closest)
-    return grid if sym else stepped(grid, least, weight, error, bits=bits, snap=snap)
+    coarse, fine = (beside(each, whole) for each in ((_TIGHT_COARSE, _TIGHT_FINE) if tight else (_COARSE, _FINE)))
+    _, first = best_of(shrunk(coarse), weight, error)
+    share = coarse.flatten()[first]
+    grid, _ = best_of(shrunk(share + fine), weight, error)
+    return grid if sym else best_of(stepped(grid, bits, snap), weight, error)[0]
 
 
 def best_of(
-    grids: GroupGrid, weight: Tensor, error: Callable[[GroupGrid, Tensor], Tensor], most: int
-) -> tuple[GroupGrid, Tensor, Tensor]:
-    """Return of every row the best of several grids, the first of equals, its error, and its number.
+    grids: GroupGrid, weight: Tensor, error: Callable[[GroupGrid, Tensor], Tensor], most: int = _FITTED
+) -> tuple[GroupGrid, Tensor]:
+    """Return of every row the best of several grids, the first of equals, and its number.
 
     Args:
         grids: Scales and offsets (candidates, ..., rows).
@@ -170,35 +166,16 @@ def best_of(
     for scale, offset in zip(torch.split(grids.scale, count), torch.split(grids.offset, count), strict=True):
         wide = weight.repeat(*[1] * (weight.dim() - 1), len(scale))
         scale, offset = (each.movedim(0, -2) for each in (scale, offset))
-        beside = GroupGrid(scale.flatten(-2), offset.flatten(-2), grids.max_code)
-        tried.append(error(beside, wide).view(scale.shape).movedim(-2, 0))
-    errors = torch.cat(tried)
-    number = errors.argmin(0)
-    return grids.number(number), errors.gather(0, number.unsqueeze(0))[0], number
+        together = GroupGrid(scale.flatten(-2), offset.flatten(-2), grids.max_code)
+        tried.append(error(together, wide).view(scale.shape).movedim(-2, 0))
+    number = torch.cat(tried).argmin(0)
+    return grids.number(number), number
 
 
-def keep_better(grid: GroupGrid, error: Tensor, other: GroupGrid, its_error: Tensor) -> tuple[GroupGrid, Tensor]:
-    """Return of every row the better of two grids, the first of equals, and its error."""
-    better = its_error < error
-    scale = torch.where(better, other.scale, grid.scale)
-    offset = torch.where(better, other.offset, grid.offset)
-    return GroupGrid(scale, offset, grid.max_code), torch.where(better, its_error, error)
-
-
-def stepped(
-    grid: GroupGrid,
-    least: Tensor,
-    weight: Tensor,
-    error: Callable[[GroupGrid, Tensor], Tensor],
-    *,
-    bits: int,
-    snap: Snap,
-) -> GroupGrid:
-    """Return of every row a grid one scale up or down, where that is better than `least`, its own error."""
-    for step in (1, -1):
-        other = GroupGrid(*snap(grid.scale, grid.offset + step * grid.scale, bits), grid.max_code)
-        grid, least = keep_better(grid, least, other, error(other, weight.clone()))
-    return grid
+def stepped(grid: GroupGrid, bits: int, snap: Snap) -> GroupGrid:
+    """Return a grid, and those one scale up and down, (candidates, ..., rows)."""
+    offset = grid.offset + grid.scale * beside(_STEPS, grid.scale)
+    return GroupGrid(*snap(grid.scale.expand_as(offset), offset, bits), grid.max_code)
 
 
 def improve_grid(
@@ -220,10 +197,21 @@ def improve_grid(
         sym: Symmetric grids.
         snap: What the file can hold.
     """
-    scale, offset = (torch.stack([each * factor for factor in _NEAR]) for each in (grid.scale, grid.offset))
-    near = GroupGrid(*snap(scale, None if sym else offset, bits), grid.max_code)
-    grid, least, _ = best_of(near, weight, error, _SIMULATED)
-    return grid if sym else stepped(grid, least, weight, error, bits=bits, snap=snap)
+    near = beside(_NEAR, grid.scale)
+    wider = GroupGrid(*snap(grid.scale * near, None if sym else grid.offset * near, bits), grid.max_code)
+    grid, _ = best_of(wider, weight, error, _SIMULATED)
+    return grid if sym else best_of(stepped(grid, bits, snap), weight, error, _SIMULATED)[0]
+
+
+def beside(values: tuple[float, ...], like: Tensor) -> Tensor:
+    """Return numbers as a tensor (candidates, 1, ...), to multiply `like` by all of them."""
+    return _constants(values, like.dtype, like.device).view(-1, *[1] * like.dim())
+
+
+@cache
+def _constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers as a tensor, copied to a GPU once."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def _as_float16(scale: Tensor) -> Tensor:

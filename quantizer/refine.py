@@ -79,10 +79,17 @@ class _Descent:
         self.codes = weight.codes.T[order].to(dtype)
         self.gain = torch.zeros((), dtype=torch.float64, device=target.device)
         self.latent = torch.empty_like(target)
-        self._weight, self._hessian, self._library = weight, hessian, library
+        self._weight, self._hessian = weight, hessian
+        self._library = library if weight.group_size <= MOST_COLUMNS else None  # the kernel takes no more
         index = weight.group_index[order].long()
         self._values = self.codes * scales[index] + offsets[index]
         self._error = target - self._values
+        if self._library is not None:
+            size = weight.group_size
+            inner = hessian.view(len(self.grids), size, -1, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+            self._shift = (inner / -inner.diagonal(dim1=1, dim2=2).unsqueeze(1)).triu(1)
+            self._inverse = self._shift + torch.eye(size, dtype=dtype, device=target.device)
+            self._alike = torch.zeros(size, dtype=torch.int32, device=target.device)
 
     def visit(self, number: int, snap: Snap | None) -> None:
         """Decide the scale and the codes of one group."""
@@ -113,7 +120,7 @@ class _Descent:
 
     def _move_codes(self, number: int, part: slice, pull: Tensor, inner: Tensor) -> None:
         """Take the best code of each column in turn."""
-        if self._library is not None and len(inner) <= MOST_COLUMNS:
+        if self._library is not None:
             self._move_codes_fused(self._library, number, part, pull, inner)
             return
         grid, diagonal = self.grids[number], inner.diagonal()
@@ -138,17 +145,16 @@ class _Descent:
         l_k - q_k: l_i = b_i - sum A_ki l_k + sum A_ki (l_k - q_k), b_i = v_i + pull_i / H_ii + sum A_ki v_k. All of
         these are less what zero points leave of offsets, of which the kernel knows nothing.
         """
-        grid, values, diagonal = self.grids[number], self._values[part], inner.diagonal()
-        share, before = (inner / diagonal).triu(1), values - grid.rest
-        latent = self.latent[part]
-        latent.copy_(before + pull / diagonal.unsqueeze(1) + share.T @ before)
+        grid, values, shift = self.grids[number], self._values[part], self._shift[number]
+        before, latent = values - grid.rest, self.latent[part]
+        latent.copy_(before + pull / inner.diagonal().unsqueeze(1) - shift.T @ before)
         after, codes = torch.empty_like(values), torch.empty_like(values, dtype=torch.uint8)
         sweep = Sweep(
             block=latent,
-            inverse=torch.eye(len(inner), dtype=inner.dtype, device=inner.device) - share,
-            shift=-share,
+            inverse=self._inverse[number],
+            shift=shift,
             importance=None,
-            group=torch.zeros(len(inner), dtype=torch.int32, device=inner.device),
+            group=self._alike,
             scale=grid.scale.unsqueeze(0),
             zero=grid.zero.unsqueeze(0),
             codes=codes,

@@ -101,13 +101,13 @@ def _apart(outputs: Tensor) -> Iterator[Tensor]:
     """Yield rows that weigh little together, one greedy choice after another, in PARTS parts."""
     importance = outputs.diagonal().clamp(min=torch.finfo(outputs.dtype).tiny)
     together = outputs.square().div_(importance).div_(importance.unsqueeze(1))
-    left = torch.ones_like(importance, dtype=torch.bool)
+    together.fill_diagonal_(torch.inf)  # so that none is taken twice
+    taken = torch.zeros_like(importance)  # 0, or infinity
     for size in [len(each) for each in torch.arange(len(outputs)).tensor_split(PARTS) if len(each)]:
-        first = importance.where(left, -1.0).argmax()
-        part, cost = [first], torch.zeros_like(importance)
+        part, cost = [(importance - taken).argmax(0, keepdim=True)], taken
         for _ in range(size - 1):
-            left[part[-1]] = False
-            cost += together[part[-1]]
-            part.append(cost.where(left, torch.inf).argmin())
-        left[part[-1]] = False
-        yield torch.stack(part)
+            cost = cost + together[part[-1]].squeeze(0)
+            part.append(cost.argmin(0, keepdim=True))
+        numbers = torch.cat(part)
+        taken[numbers] = torch.inf
+        yield numbers

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from .grid import GroupGrid, fit_grid, keep_better
+from .grid import GroupGrid, beside, best_of, fit_grid
 
-_NEIGHBOURS = (0, 1, -1)  # whole multiples tried around the nearest one
+_AROUND = (0.0, 1.0, -1.0)  # whole multiples tried around the nearest one
 _REFITS = 2  # of d and dmin: 5 to 7% less weighted error; without offsets it would be less than 1%
 _LEAST, _MOST = 2.0**-24, 65504.0  # of float16; d of small weights is below its normal numbers
 
@@ -83,7 +84,7 @@ class TwoLevel:
         unit = _as_float16(widest / (self.scales[0] if self.signed else self.scales[1]))
         floor = _as_float16(-alone.offset.amin(0, keepdim=True) / max(self.offsets, 1))
         if importance is None:
-            return self._near(alone, unit, floor)
+            return self._near(alone, unit, floor, 0, 0)
         best = self._search(alone, unit, floor, weight, importance)
         for _ in range(0 if sym else _REFITS):
             again = _refit(best, unit, floor, weight, importance)
@@ -94,27 +95,23 @@ class TwoLevel:
             unit, floor = torch.where(better, again[0], unit), torch.where(better, again[1], floor)
         return best
 
-    def _near(self, grid: GroupGrid, unit: Tensor, floor: Tensor, step: int = 0, down: int = 0) -> GroupGrid:
-        """Return the grids of the multiples of d and dmin, (1, rows), that are nearest to `grid`, or so many beside."""
+    def _near(
+        self, grid: GroupGrid, unit: Tensor, floor: Tensor, steps: Tensor | int, downs: Tensor | int
+    ) -> GroupGrid:
+        """Return the grids of the multiples of d and dmin, (1, rows), so many beside those nearest to `grid`."""
         least, most = self.scales
-        times = ((grid.scale / unit).round_() + step).clamp_(least if self.signed else 1, most)
+        times = ((grid.scale / unit).round_() + steps).clamp_(least if self.signed else 1, most)
         scale = unit * torch.where(times == 0, 1.0, times)
         if not self.offsets:
             return GroupGrid(scale, scale * -((grid.max_code + 1) // 2), grid.max_code)
-        depth = ((-grid.offset / floor).round_() + down).clamp_(0, self.offsets)
+        depth = ((-grid.offset / floor).round_() + downs).clamp_(0, self.offsets)
         return GroupGrid(scale, -(depth * floor), grid.max_code)
 
     def _search(self, grid: GroupGrid, unit: Tensor, floor: Tensor, weight: Tensor, importance: Tensor) -> GroupGrid:
         """Return of every group the best of the multiples around `grid`."""
-        judge = partial(GroupGrid.error, weight=weight, importance=importance)
-        best = self._near(grid, unit, floor)
-        error = judge(best)
-        for step in _NEIGHBOURS:
-            for down in _NEIGHBOURS if self.offsets else (0,):
-                if step or down:
-                    near = self._near(grid, unit, floor, step, down)
-                    best, error = keep_better(best, error, near, judge(near))
-        return best
+        steps, downs = zip(*product(_AROUND, _AROUND if self.offsets else (0.0,)), strict=True)
+        near = self._near(grid, unit, floor, beside(steps, grid.scale), beside(downs, grid.scale))
+        return best_of(near, weight, partial(GroupGrid.error, importance=importance))[0]
 
 
 def _refit(grid: GroupGrid, unit: Tensor, floor: Tensor, weight: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
