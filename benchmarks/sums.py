@@ -35,7 +35,7 @@ class Float64Statistics(sums.InputStatistics):
 
     def update(self, inputs: torch.Tensor, float_inputs: torch.Tensor | None = None) -> None:
         """Add a batch of tokens."""
-        with mock.patch.object(sums, "_add_product", add_product):
+        with mock.patch.object(sums, "add_product", add_product):
             super().update(inputs, float_inputs)
 
     def hessian(self) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import CalibrationError
 
-_SLAB = 256  # rows of H made by one product; smaller ones leave less below the diagonal, and run less well
+SLAB = 256  # rows of a sum made by one product; smaller ones leave less below the diagonal, and run less well
 
 
 class InputStatistics:
@@ -52,13 +52,13 @@ class InputStatistics:
         """
         difference = None if float_inputs is None else float_inputs - inputs
         with full_float32():
-            for start in range(0, inputs.shape[1], _SLAB):
-                slab = slice(start, start + _SLAB)
-                _add_product(self._hessian[slab, start:], inputs[:, slab], inputs[:, start:])
+            for start in range(0, inputs.shape[1], SLAB):
+                slab = slice(start, start + SLAB)
+                add_product(self._hessian[slab, start:], inputs[:, slab], inputs[:, start:])
                 if self._cross is not None and difference is not None:
-                    _add_product(self._cross[slab], difference[:, slab], inputs)
+                    add_product(self._cross[slab], difference[:, slab], inputs)
             if self._drift is not None and drift is not None:
-                _add_product(self._drift, drift, inputs)
+                add_product(self._drift, drift, inputs)
         self.tokens += inputs.shape[0]
 
     def absorb(self, other: InputStatistics) -> None:
@@ -87,12 +87,7 @@ class InputStatistics:
     def hessian(self) -> Tensor:
         """Return H = mean over tokens of x xT, (in, in) float32; CalibrationError where there is no token."""
         self._check()
-        mean = self._hessian / self.tokens
-        for start in range(0, len(mean), _SLAB):
-            slab, after = slice(start, start + _SLAB), slice(start + _SLAB, None)
-            mean[after, slab] = mean[slab, after].T
-            mean[slab, slab] = mean[slab, slab].triu() + mean[slab, slab].triu(1).T
-        return mean
+        return mirror(self._hessian / self.tokens)
 
     def cross(self) -> Tensor | None:
         """Return C = mean over tokens of (x~ - x) xT, (in, in) float32 (arXiv 2504.02692, dXXT), where asked for."""
@@ -109,7 +104,16 @@ class InputStatistics:
             raise CalibrationError("no calibration token reached this module; give more or other calibration text")
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def mirror(upper: Tensor) -> Tensor:
+    """Complete a symmetric matrix, in place, of which rows are known from the diagonal on; return it."""
+    for start in range(0, len(upper), SLAB):
+        slab, after = slice(start, start + SLAB), slice(start + SLAB, None)
+        upper[after, slab] = upper[slab, after].T
+        upper[slab, slab] = upper[slab, slab].triu() + upper[slab, slab].triu(1).T
+    return upper
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add aT b, of (tokens, some) and (tokens, others) in any float dtype, to float32 sums."""
     if a.device.type == "cuda" and a.dtype in (torch.float16, torch.bfloat16):
         total += torch.mm(a.T, b, out_dtype=torch.float32)

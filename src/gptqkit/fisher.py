@@ -28,6 +28,7 @@ from .calibration.batches import Batches, pieces
 from .calibration.cache import ActivationCache, Handed
 from .calibration.capture import running_backwards
 from .calibration.samples import Samples
+from .calibration.statistics import SLAB, add_product, full_float32, mirror
 from .distributed import Processes
 from .evaluating import is_encoder
 from .job import states_file
@@ -43,7 +44,6 @@ _LOG = logging.getLogger("gptqkit")
 
 SAMPLES = 32  # evenly spaced among those of the calibration
 AT_ONCE = 8  # of each process, of which the states behind every block are kept
-_SLAB = 256  # rows of a sample's own sum made at once
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -153,6 +153,7 @@ def pull_back(streams: Streams, layer: int, targets: Sequence[Target], fisher: F
     for target in targets:
         one = sums.pop(target.inner)
         processes.add_up(one.total)
+        mirror(one.total)
         one.samples, one.squares = sum(processes.gather(one.samples)), sum(processes.gather(one.squares))
         scaled = _scaled(one.total, one.share())
         if scaled is not None:
@@ -185,7 +186,7 @@ class _Sum:
     """The sum of gT g over samples.
 
     Attributes:
-        total: (out, out) float32.
+        total: (out, out) float32, rows from the diagonal on.
         samples: How many have such gradients.
         squares: What entries of each sample beside the diagonal have as sum of squares, over the samples.
     """
@@ -195,17 +196,19 @@ class _Sum:
     squares: float = 0.0
 
     def add(self, rows: Tensor) -> None:
-        """Add one sample's gradients, (tokens, out) float32."""
-        for start in range(0, rows.shape[1], _SLAB):
-            slab = slice(start, start + _SLAB)
-            own = rows[:, slab].T @ rows
-            self.total[slab] += own
-            own[:, slab].fill_diagonal_(0)
-            self.squares += float(own.norm().double().square())
+        """Add one sample's gradients, (tokens, out) in any float dtype."""
+        for start in range(0, rows.shape[1], SLAB):
+            own = torch.zeros_like(self.total[start : start + SLAB, start:])
+            with full_float32():
+                add_product(own, rows[:, start : start + SLAB], rows[:, start:])
+            self.total[start : start + SLAB, start:] += own
+            own.fill_diagonal_(0)
+            twice = own[:, SLAB:]  # of what stands below the diagonal, too
+            self.squares += float(own.norm().double().square() + twice.norm().double().square())
         self.samples += bool(rows.any())
 
     def share(self) -> float:
-        """Return what part of the entries beside the diagonal is no chance."""
+        """Return what part of the entries beside the diagonal of the whole sum, mirrored, is no chance."""
         whole = _beside(self.total)
         if self.samples < 2 or not 0 < whole < math.inf:
             return 0.0
@@ -242,7 +245,7 @@ def _add_moments(
         gradients = torch.autograd.grad(leaving, [each for _, each in outputs], along, allow_unused=True)
     for (name, _), gradient in zip(outputs, gradients, strict=True):
         if gradient is not None:
-            sums[name].add(gradient.reshape(-1, gradient.shape[-1]).float().nan_to_num(0, 0, 0))
+            sums[name].add(gradient.reshape(-1, gradient.shape[-1]).nan_to_num(0, 0, 0))
 
 
 def _twin(block: nn.Module) -> nn.Module:
@@ -320,8 +323,9 @@ class _Gradients:
             gradients = states.read(range(sample, sample + 1))
             place = self._start + sample
             self._kept[layer].write(range(place, place + 1), gradients.to(self._kept[layer].dtype))
-            rows = gradients.reshape(-1, width).float()
-            total.addmm_(rows.T, rows)
+            rows = gradients.reshape(-1, width)
+            with full_float32():
+                add_product(total, rows, rows)
         return total / total.diagonal().mean().clamp(min=torch.finfo(total.dtype).tiny)
 
     def _predicted(self, sample: range) -> None:
