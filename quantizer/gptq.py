@@ -123,13 +123,15 @@ def _solve(weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap
         ("hessian", moments.hessian, (columns, columns)),
         ("cross", moments.cross, (columns, columns)),
         ("drift", moments.drift, (rows, columns)),
-        ("outputs", moments.outputs, (rows, rows)),
     ):
         if matrix is not None and tuple(matrix.shape) != shape:
             raise ShapeError(f"{name} is {tuple(matrix.shape)}, but a weight of {tuple(weight.shape)} needs {shape}")
+    sides = [len(each) for each in moments.outputs]
+    if sides and sum(sides) != rows:
+        raise ShapeError(f"outputs are of {sides} rows, but a weight of {(rows, columns)} needs {rows} in all")
     solver = _Solver(moments, config, snap, columns, upfront)
     target = solver.corrected(target)
-    if moments.outputs is None:
+    if not moments.outputs:
         solution, corrected = solver.sweep(target)
         return solver.refine(solution, corrected, config.refine_rounds)
 
@@ -138,7 +140,7 @@ def _solve(weight: Tensor, moments: Moments | None, config: QuantizeConfig, snap
         return solution, corrected - moved
 
     refine = partial(solver.refine, rounds=1)
-    return solve_rows(moments.outputs.to(dtype), columns, sweep, refine, config.refine_rounds)
+    return solve_rows([each.to(dtype) for each in moments.outputs], columns, sweep, refine, config.refine_rounds)
 
 
 class _Solver:

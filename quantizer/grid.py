@@ -21,6 +21,7 @@ _TIGHT_COARSE = tuple(1.0 - 0.05 * step for step in range(13))
 _TIGHT_FINE = (0.0, -0.025, 0.025, -0.0125, 0.0125)
 _NEAR = (1.0, 0.85, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3)  # of scales, in the search by simulation
 _STEPS = (0.0, 1.0, -1.0)  # of offsets, in scales
+_NOISE = 1e-5  # of an error
 _FITTED, _SIMULATED, _ON_GPU = 2**16, 2**20, 2**24  # weights on which grids are tried at once: on a CPU, and on a GPU
 
 Snap: TypeAlias = Callable[[Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
@@ -151,7 +152,9 @@ def fit_grid(
 def best_of(
     grids: GroupGrid, weight: Tensor, error: Callable[[GroupGrid, Tensor], Tensor], most: int = _FITTED
 ) -> tuple[GroupGrid, Tensor]:
-    """Return of every row the best of several grids, the first of equals, and its number.
+    """Return of every row the best of several grids, the first where another is hardly better, and its number.
+
+    Where no weight is clipped, a grid and the one a scale beside it lose the same, but for how their sums are rounded.
 
     Args:
         grids: Scales and offsets (candidates, ..., rows).
@@ -168,7 +171,9 @@ def best_of(
         scale, offset = (each.movedim(0, -2) for each in (scale, offset))
         together = GroupGrid(scale.flatten(-2), offset.flatten(-2), grids.max_code)
         tried.append(error(together, wide).view(scale.shape).movedim(-2, 0))
-    number = torch.cat(tried).argmin(0)
+    errors = torch.cat(tried)
+    errors[0] *= 1 - _NOISE
+    number = errors.argmin(0)
     return grids.number(number), number
 
 

@@ -5,7 +5,7 @@ A new method is one function, with a `Method` beside it, and one entry of `METHO
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -38,8 +38,8 @@ class Moments:
         drift: D, the mean of (r~ - r) xT, (out, in) float32, r what the Linear's outputs are added to, and r~ the same
             in the float model; where the method needs it and there is such a sum.
         tokens: How many the means are of; None where they are exact.
-        outputs: F, (out, out) float32, what errors of one weight's outputs weigh with one another; None where each
-            weighs the same by itself.
+        outputs: F, (out, out) float32, what errors of outputs weigh with one another; several where the weight is those
+            of several Linears, one below the other. Empty where each output weighs the same by itself.
         prepared: What a solver wants to keep of them, such as factors, for the next weight that receives the same.
     """
 
@@ -47,7 +47,7 @@ class Moments:
     cross: Tensor | None = None
     drift: Tensor | None = None
     tokens: int | None = None
-    outputs: Tensor | None = None
+    outputs: Sequence[Tensor] = ()
     prepared: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -57,8 +57,8 @@ class Solution:
 
     Attributes:
         weight: Codes, scales and offsets.
-        loss: tr(E Hd ET), E = W - Q; Hd is the damped Hessian, and W includes the method's correction. None
-            for plain rounding, and where errors of outputs weigh together.
+        loss: (out,) float64, E Hd ET of every row, E = W - Q; Hd is the damped Hessian, and W includes the method's
+            correction. None for plain rounding, and where errors of outputs weigh together.
         loss_before: The same before the refinement, where there was one.
         damp_percent: What was added to diag H in the end, on average, as a share of its mean; None for plain rounding.
         damp_escalations: How often damping had to grow.
@@ -67,8 +67,8 @@ class Solution:
     """
 
     weight: QuantizedWeight
-    loss: float | None = None
-    loss_before: float | None = None
+    loss: Tensor | None = None
+    loss_before: Tensor | None = None
     damp_percent: float | None = None
     damp_escalations: int = 0
     dead_columns: int = 0
@@ -76,8 +76,22 @@ class Solution:
 
     def to(self, device: torch.device | str) -> Solution:
         """Return the same with its tensors on `device`."""
-        latent = None if self.latent is None else self.latent.to(device)
-        return replace(self, weight=self.weight.to(device), latent=latent)
+        return self._each(lambda part: part.to(device), self.weight.to(device))
+
+    def refined(self) -> float | None:
+        """Return what refinement left of the loss; None where nothing was refined, or nothing lost."""
+        if self.loss is None or self.loss_before is None or not float(self.loss_before.sum()):
+            return None
+        return round(float(self.loss.sum() / self.loss_before.sum()), 4)
+
+    def rows(self, part: slice) -> Solution:
+        """Return some rows."""
+        return self._each(lambda tensor: tensor[part].clone(), self.weight.rows(part))
+
+    def _each(self, change: Callable[[Tensor], Tensor], weight: QuantizedWeight) -> Solution:
+        tensors = {name: getattr(self, name) for name in ("loss", "loss_before", "latent")}
+        changed: dict[str, Any] = {name: None if each is None else change(each) for name, each in tensors.items()}
+        return replace(self, weight=weight, **changed)
 
 
 if TYPE_CHECKING:

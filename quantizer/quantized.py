@@ -98,6 +98,11 @@ class QuantizedWeight:
             value.mul_(self.scale[:, index]).add_(self.offset[:, index])
         return value.to(dtype)
 
+    def rows(self, part: slice) -> QuantizedWeight:
+        """Return some rows."""
+        tensors = {name: getattr(self, name)[part].clone() for name in ("codes", "scale", "offset")}
+        return dataclasses.replace(self, **tensors)
+
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """Return the same weight with its tensors on `device`."""
         tensors = {name: getattr(self, name).to(device) for name in ("codes", "scale", "offset", "group_index")}

@@ -27,12 +27,12 @@ class Refined:
 
     Attributes:
         weight: The new codes, scales and offsets.
-        gain: By how much tr(E H ET) fell, summed over rows; it rises in none.
+        gain: (out,) float64, by how much E H ET of every row fell; it rises in none.
         latent: (out, in), the values that were rounded last: each the best for its code, all others being as they are.
     """
 
     weight: QuantizedWeight
-    gain: float
+    gain: Tensor
     latent: Tensor
 
 
@@ -64,7 +64,7 @@ def refine(weight: QuantizedWeight, target: Tensor, hessian: Tensor, snap: Snap 
         scale=torch.stack([grid.scale for grid in descent.grids], 1).float(),
         offset=torch.stack([grid.offset for grid in descent.grids], 1).float(),
     )
-    return Refined(weight=refined, gain=float(descent.gain), latent=descent.latent[back].T)
+    return Refined(weight=refined, gain=descent.gain, latent=descent.latent[back].T)
 
 
 class _Descent:
@@ -77,7 +77,7 @@ class _Descent:
         scales, offsets = (each.T.to(dtype).contiguous() for each in (weight.scale, weight.offset))
         self.grids = [GroupGrid(scale, offset, top) for scale, offset in zip(scales, offsets, strict=True)]
         self.codes = weight.codes.T[order].to(dtype)
-        self.gain = torch.zeros((), dtype=torch.float64, device=target.device)
+        self.gain = torch.zeros_like(target[0], dtype=torch.float64)
         self.latent = torch.empty_like(target)
         self._weight, self._hessian = weight, hessian
         self._library = library if weight.group_size <= MOST_COLUMNS else None  # the kernel takes no more
@@ -116,7 +116,7 @@ class _Descent:
         self.grids[number] = GroupGrid(scale, offset, grid.max_code)
         self._values[part] = self.codes[part] * scale + offset
         pull -= effect * better
-        self.gain += (gain * better).sum(dtype=torch.float64)
+        self.gain += gain * better
 
     def _move_codes(self, number: int, part: slice, pull: Tensor, inner: Tensor) -> None:
         """Take the best code of each column in turn."""
@@ -135,7 +135,7 @@ class _Descent:
                 pull[i + 1 : end].addr_(inner[i, i + 1 : end], moved[i], alpha=-1)
             pull[end:].addmm_(inner[begin:end, end:].T, moved[begin:end], alpha=-1)
         values += moved
-        self.gain += (moved * (2 * start - inner @ moved)).sum(dtype=torch.float64)
+        self.gain += (moved * (2 * start - inner @ moved)).sum(0, dtype=torch.float64)
 
     def _move_codes_fused(self, library: KernelLibrary, number: int, part: slice, pull: Tensor, inner: Tensor) -> None:
         """Do the same in the kernel of the sweep.
@@ -165,4 +165,4 @@ class _Descent:
         self.codes[part] = codes.to(values.dtype)
         moved = grid.decode(self.codes[part]) - values
         values += moved
-        self.gain += (moved * (2 * pull - inner @ moved)).sum(dtype=torch.float64)
+        self.gain += (moved * (2 * pull - inner @ moved)).sum(0, dtype=torch.float64)

@@ -49,8 +49,8 @@ class ColumnSweep:
         self._group: list[int] = order.group.tolist()
         self._library: KernelLibrary | None = None
 
-    def run(self, upper: Tensor, shift: Tensor | None, block_size: int) -> float:
-        """Sweep all columns; return the sum of ((w_i - q_i) R_ii)^2, which equals tr(E Hd ET)."""
+    def run(self, upper: Tensor, shift: Tensor | None, block_size: int) -> Tensor:
+        """Sweep all columns; return the sum of ((w_i - q_i) R_ii)^2 of every row, which equals E Hd ET, (rows,)."""
         target, importance = self.target, upper.diagonal().square()
         self._library = sweep_library(target)
         fits = self._library is not None and not self.order.static and self.group_size <= block_size <= MOST_COLUMNS
@@ -61,7 +61,7 @@ class ColumnSweep:
         current = self.rounded  # w at the moment it was rounded
         if current is None and shift is not None:
             current = torch.empty_like(target)
-        loss = torch.zeros((), dtype=torch.float64, device=target.device)  # read at the end: a GPU is not waited for
+        loss = torch.zeros_like(target[0], dtype=torch.float64)
         for start in range(0, target.shape[0], block_size):
             stop = min(start + block_size, target.shape[0])
             if shift is not None and current is not None:
@@ -74,13 +74,13 @@ class ColumnSweep:
             inner = None if shift is None else shift[start:stop, start:stop]
             sweep = self._sweep_block_fused if fits else self._sweep_block
             scaled = sweep(block, start, inverse, inner, importance)
-            loss += scaled.square().sum(dtype=torch.float64)
+            loss += scaled.square().sum(0, dtype=torch.float64)
             if current is not None:
                 current[start:stop] = block
             if inner is not None:
                 target[start:stop].addmm_(inner.T, block)
             error[start:stop] = target[start:stop] - self.values[start:stop]
-        return float(loss)
+        return loss
 
     def _sweep_block(
         self, block: Tensor, start: int, inverse: Tensor, shift: Tensor | None, importance: Tensor

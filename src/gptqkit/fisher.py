@@ -174,8 +174,9 @@ class Outputs:
     def of(self, targets: Sequence[Target]) -> dict[str, Tensor]:
         """Return those of some Linears, and keep them no longer."""
         while any(target in self._ahead for target in targets):
+            kept = sum(each.nbytes for each in self._known.values())
             sizes = itertools.accumulate(map(output_bytes, self._ahead))
-            count = max(1, sum(size <= STATISTICS_BYTES for size in sizes))
+            count = max(1, sum(kept + size <= STATISTICS_BYTES for size in sizes))
             self._known |= self._measure(self._ahead[:count])
             del self._ahead[:count]
         return {each.name: self._known.pop(each.name) for each in targets if each.name in self._known}

@@ -10,8 +10,9 @@ compared with the float model's (gptaq, qep, loaq, learned rounding), else 0:
     solver       s n k + s k^2 (3 + p)                  while H is factorized, and P is made, or
                  s n k (4 + p) + s k^2 (1 + p) + n k    in the sweep: W twice, Q, E, w when rounded; R, P; codes
                  9 s n k + s k^2 (2 + p)                while it is refined: also H; codes, Q, E, w as floats
-                 3 s n k + 3 s n^2                      besides, with two_sided, where n above is that of one of 8
-                                                        parts: W twice, E; F twice, its factor
+                 3 s n k + 3 s n^2                      besides, with two_sided: W twice, E; F twice, its factor. W
+                                                        is of all Linears that are solved together, those that share
+                                                        an input, up to a size; n above is that of one of 8 parts
     checkpoint   as the format says, to the byte
     gradients    2 d per block and token of 32 samples  with two_sided: behind all blocks, which are d wide
     learning     20 n k                                 latent, in units of codes too; its move, slope, gradient
@@ -26,7 +27,7 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ from .quantizer.rows import PARTS
 from .run import LARGEST_BATCH, Run
 from .sensitivity import reachable
 from .settings import settings_of
+from .solving import TOGETHER
 from .subsets import STATISTICS_BYTES, input_bytes, output_bytes
 from .targets import Target, checkpoint_bytes, find_blocks, find_head, find_targets
 from .units import size_text
@@ -197,7 +199,7 @@ def estimate(
     block = max(_bytes(each, dtype) for each in blocks)
     statistics = max(_pass_bytes(part, cross) for part in parts) if shape else 0
     forward = _forward_bytes([target for part in targets for target in part], tokens, width, dtype, paired)
-    solver = max(_solver_bytes(target, cross, calibrated=shape is not None) for target in every)
+    solver = max(_solver_bytes(unit, cross, calibrated=shape is not None) for part in parts for unit in _units(part))
     learning = _learning_bytes(model, parts, config, dtype, (samples, length))
     work = {
         "one block": block * (1 + paired),
@@ -298,9 +300,20 @@ def _pass_bytes(targets: list[Target], cross: bool) -> int:
     return inputs + max(max(sides, default=0), min(sum(sides), STATISTICS_BYTES))
 
 
-def _solver_bytes(target: Target, cross: bool, *, calibrated: bool) -> int:
-    """Return what solving one Linear takes beside its statistics."""
-    (n, k), s = target.shape, 8 if target.config.float64 else 4
+def _units(targets: Sequence[Target]) -> Iterator[list[Target]]:
+    """Yield Linears that may be solved together: of one module, as wide, and within the limit."""
+    units: dict[tuple[str, int], list[Target]] = {}
+    for number, target in enumerate(targets):
+        module = target.inner.rpartition(".")[0] if target.config.two_sided else str(number)
+        units.setdefault((module, target.shape[1]), []).append(target)
+    for unit in units.values():
+        yield from [unit] if sum(target.weights for target in unit) <= TOGETHER else [[target] for target in unit]
+
+
+def _solver_bytes(unit: Sequence[Target], cross: bool, *, calibrated: bool) -> int:
+    """Return what solving Linears together takes beside their statistics."""
+    target, n = unit[0], sum(each.shape[0] for each in unit)
+    k, s = target.shape[1], 8 if target.config.float64 else 4
     if not calibrated:
         return 12 * n * k
     moments = 4 * k * k * (1 + cross) + 4 * n * k * (1 + 2 * needs_drift(target.config))
@@ -308,7 +321,7 @@ def _solver_bytes(target: Target, cross: bool, *, calibrated: bool) -> int:
     rows = -(-n // PARTS) if target.config.two_sided else n
     sweep = s * rows * k * (4 + cross) + s * k * k * (1 + cross) + rows * k
     refined = 9 * s * rows * k + s * k * k * (2 + cross) if target.config.refine_rounds else 0
-    sides = 3 * s * n * k + 3 * s * n * n if target.config.two_sided else 0
+    sides = 3 * s * (n * k + sum(each.shape[0] ** 2 for each in unit)) if target.config.two_sided else 0
     return moments + max(factor, sweep, refined) + sides
 
 

@@ -256,7 +256,7 @@ class Pipeline:
             seconds=solved.seconds,
             method="gptq" if unpaired else self.config.method,
             tokens=None if statistics is None else statistics.tokens,
-            refined=round(solution.loss / solution.loss_before, 4) if solution.loss and solution.loss_before else None,
+            refined=solution.refined(),
             prior_tokens=0 if statistics is None or one.pool is None else max(0, target.shape[1] - statistics.tokens),
         )
 

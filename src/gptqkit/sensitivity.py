@@ -198,7 +198,7 @@ def _measured(
                             snap, step = find_snap(settings), -(-len(weight) // ROWS)
                             with naming(target.name):
                                 solution = solve_gptq(weight[::step], moments, settings, snap)
-                                lost[way] += step * (solution.loss or 0.0)
+                                lost[way] += 0.0 if solution.loss is None else step * float(solution.loss.sum())
                                 if way == probe:
                                     whole = solution if step == 1 else solve_gptq(weight, moments, settings, snap)
                                     rounded[target.inner] = whole.weight.dequantize()

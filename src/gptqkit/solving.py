@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,10 @@ from .subsets import Subset
 from .targets import Target
 
 ROWS = 32  # modules are cut at multiples of so many rows
+TOGETHER = 1 << 25  # weights that are solved as one
+
+Share = list[tuple[Target, range]]
+"""Linears, and which of their rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,55 +78,94 @@ def solve_all(
 ) -> Iterator[tuple[Measured, Target, Solved]]:
     """Solve Linears and yield them in order; every process gets, and must take, all results.
 
-    Processes take whole Linears in turn, and share the rows of each where fewer are left than processes, unless rows
-    depend on one another. `weight_of` gives the float weight of one, (out, in); `outputs_of`, when their turn comes,
-    what errors of the outputs of some weigh with one another, (out, out) by full name, where that is known.
+    With `two_sided`, those that share an input and settings are solved as one weight, up to a size: their parts, of few
+    rows, cost less beside one another. Processes take such in turn; where fewer are left than processes, they share the
+    Linears whose rows depend on one another, and the rows of others. `weight_of` gives the float weight of one, (out,
+    in); `outputs_of`, when their turn comes, what errors of the outputs of some weigh with one another, (out, out) by
+    full name, where that is known.
 
     Raises:
         GptqkitError: A Linear that cannot be solved, by name.
         RankError: Processes whose arithmetic differs.
     """
-    items = [(one, target) for one in measured for target in one.targets]
+    units = [(one, unit) for one in measured for unit in _alike(one.targets)]
     known: tuple[Measured, Moments | None] | None = None
-    for start in range(0, len(items), processes.size):
-        chunk = items[start : start + processes.size]
-        mine: list[Solved | None] = [None] * len(chunk)
-        outputs = {} if outputs_of is None else outputs_of([target for _, target in chunk])
+    for start in range(0, len(units), processes.size):
+        chunk = units[start : start + processes.size]
+        outputs = {} if outputs_of is None else outputs_of([target for _, unit in chunk for target in unit])
+        mine: dict[str, Solved] = {}
         with processes.together():
-            for number, (one, target) in enumerate(chunk):
-                rows = range(target.shape[0] if number == processes.rank else 0)
-                if len(chunk) < processes.size and target.name not in outputs:
-                    rows = processes.share(target.shape[0], ROWS)
-                if rows:
+            for (one, _), shares in zip(chunk, _divided([unit for _, unit in chunk], outputs, processes), strict=True):
+                for share in filter(None, shares):
                     if known is None or known[0] is not one:
                         known = None  # not beside the next
                         known = one, one.moments()
-                    weight = weight_of(target)[rows.start : rows.stop].to(processes.device, torch.float32)
-                    moments = known[1]
-                    if moments is not None and moments.drift is not None:
-                        moments = dataclasses.replace(moments, drift=moments.drift[rows.start : rows.stop])
-                    mine[number] = _solve(target, weight, moments, outputs.get(target.name))
+                    weights = [weight_of(target)[rows.start : rows.stop] for target, rows in share]
+                    weight = torch.cat([each.to(processes.device, torch.float32) for each in weights])
+                    mine |= _solve(share, weight, known[1], outputs)
         outputs.clear()  # not in memory beside the next
         of_all = processes.gather(mine)
-        for number, (one, target) in enumerate(chunk):
-            yield one, target, merge([each[number] for each in of_all])
+        for one, unit in chunk:
+            for target in unit:
+                yield one, target, merge([each.get(target.name) for each in of_all])
 
 
-def _solve(target: Target, weight: Tensor, moments: Moments | None, outputs: Tensor | None) -> Solved:
-    """Solve some rows of one Linear, and compare their output errors with plain rounding's."""
-    config, snap = target.config, find_snap(target.config)
-    if moments is not None and outputs is not None:
-        moments = dataclasses.replace(moments, outputs=outputs.to(weight.device))
-    start = time.perf_counter()
-    with naming(target.name):
-        solution = find_method(config.method).solve(weight, moments, config, snap)
-    seconds = time.perf_counter() - start
-    errors: tuple[float, ...] = ()
+def _alike(targets: Subset) -> Iterator[list[Target]]:
+    """Yield Linears that share an input, in order, those together that are solved as one weight."""
+    unit: list[Target] = []
+    for target in targets:
+        alike = bool(unit) and target.config.two_sided and target.config == unit[0].config
+        if unit and not (alike and sum(each.weights for each in [*unit, target]) <= TOGETHER):
+            yield unit
+            unit = []
+        unit.append(target)
+    yield unit
+
+
+def _divided(
+    units: Sequence[list[Target]], outputs: Mapping[str, Tensor], processes: Processes
+) -> Iterator[list[Share]]:
+    """Yield of every unit what this process solves: Linears whose rows depend on one another, and others."""
+    whole, turns = len(units) == processes.size, itertools.count()
+    for number, unit in enumerate(units):
+        shares: list[Share] = [[], []]
+        for target in unit:
+            rows, dependent = range(target.shape[0]), target.name in outputs
+            if whole or dependent:
+                turn = number if whole else next(turns) % processes.size
+                rows = rows if turn == processes.rank else range(0)
+            else:
+                rows = processes.share(len(rows), ROWS)
+            if rows:
+                shares[dependent].append((target, rows))
+        yield shares
+
+
+def _solve(share: Share, weight: Tensor, moments: Moments | None, outputs: Mapping[str, Tensor]) -> dict[str, Solved]:
+    """Solve rows of Linears, one below the other, and compare their output errors with plain rounding's."""
+    config, snap = share[0][0].config, find_snap(share[0][0].config)
+    sides = [outputs[target.name].to(weight.device) for target, _ in share if target.name in outputs]
     if moments is not None:
-        plain = solve_rtn(weight, None, config.plain_rounding(), snap)
-        lost = [weight - each.weight.dequantize() for each in (solution, plain)]
-        errors = tuple(output_error(each, moments.hessian, moments.outputs) for each in (weight, *lost))
-    return Solved(solution.to("cpu"), errors, seconds)
+        rows = share[0][1]  # where outputs are added to something, a Linear is by itself
+        drift = None if moments.drift is None else moments.drift[rows.start : rows.stop]
+        moments = dataclasses.replace(moments, drift=drift, outputs=sides)
+    start = time.perf_counter()
+    with naming(", ".join(target.name for target, _ in share)):
+        whole = find_method(config.method).solve(weight, moments, config, snap)
+    seconds = time.perf_counter() - start
+    plain = None if moments is None else solve_rtn(weight, None, config.plain_rounding(), snap)
+    found: dict[str, Solved] = {}
+    stop = 0
+    for number, (target, rows) in enumerate(share):
+        part = slice(stop, stop := stop + len(rows))
+        solution = whole.rows(part)
+        errors: tuple[float, ...] = ()
+        if moments is not None and plain is not None:
+            lost = [weight[part] - each.dequantize() for each in (solution.weight, plain.weight.rows(part))]
+            side = sides[number] if sides else None
+            errors = tuple(output_error(each, moments.hessian, side) for each in (weight[part], *lost))
+        found[target.name] = Solved(solution.to("cpu"), errors, seconds * len(rows) / len(weight))
+    return found
 
 
 @contextmanager
@@ -147,19 +191,13 @@ def merge(parts: Sequence[Solved | None]) -> Solved:
                 "their arithmetic differs; run all on one kind of hardware with one version of torch"
             )
     both = [first, *rest]
-    losses: dict[str, Any] = {}
-    for name in ("loss", "loss_before"):
+    stacked: dict[str, Any] = {}
+    for name in ("loss", "loss_before", "latent"):
         found = [getattr(part.solution, name) for part in both]
-        losses[name] = None if None in found else math.fsum(found)
+        stacked[name] = None if found[0] is None else torch.cat(found)
     whole = join_rows([part.solution.weight for part in both])
-    latents = [part.solution.latent for part in both if part.solution.latent is not None]
     return Solved(
-        dataclasses.replace(
-            first.solution,
-            weight=whole,
-            **losses,
-            latent=torch.cat(latents) if latents else None,
-        ),
+        dataclasses.replace(first.solution, weight=whole, **stacked),
         tuple(math.fsum(values) for values in zip(*(part.errors for part in both), strict=True)),
         max(part.seconds for part in both),
     )

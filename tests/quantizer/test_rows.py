@@ -29,7 +29,7 @@ def config(**changes):
 
 
 def solve(weight, hessian, outputs, settings, cross=None, drift=None):
-    known = Moments(hessian=hessian, cross=cross, drift=drift, outputs=outputs)
+    known = Moments(hessian=hessian, cross=cross, drift=drift, outputs=() if outputs is None else (outputs,))
     return find_method(settings.method).solve(weight, known, settings, snap_of(settings))
 
 
@@ -97,6 +97,22 @@ def test_where_outputs_do_not_weigh_together_rows_are_solved_as_if_alone(rounds)
         assert torch.equal(getattr(solved, name), getattr(alone, name))
 
 
+@pytest.mark.parametrize("rows", [(3 * PARTS, PARTS + 5, 2), (1, 3)])
+@pytest.mark.parametrize("more", [{"refine_rounds": 1}, {"grid": "sim", "learn_iterations": 1}])
+def test_weights_one_below_the_other_are_solved_as_if_alone(rows, more):
+    problems, settings = [problem(count) for count in rows], config(**more)
+    hessian, sides = problems[0][1], [outputs for _, _, outputs in problems]
+    known = Moments(hessian=hessian, outputs=sides)
+    stacked = torch.cat([weight for weight, _, _ in problems])
+    whole, start = find_method(settings.method).solve(stacked, known, settings, snap_of(settings)), 0
+    for (weight, _, outputs), count in zip(problems, rows, strict=True):
+        own, alone = whole.rows(slice(start, start := start + count)), solve(weight, hessian, outputs, settings)
+        for name in ("codes", "scale", "offset", "group_index"):
+            assert torch.equal(getattr(own.weight, name), getattr(alone.weight, name))
+        assert (own.latent is None) == (alone.latent is None)
+        assert own.latent is None or torch.allclose(own.latent, alone.latent, atol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 2 * PARTS + 5])
 def test_an_output_that_changes_nothing_and_few_rows_do_no_harm(rows):
     weight, hessian, outputs = problem(rows)
@@ -119,7 +135,7 @@ def test_latents_are_what_was_rounded():
 
 def test_what_does_not_fit_is_refused():
     weight, hessian, outputs = problem(6)
-    with pytest.raises(ShapeError, match=r"outputs is \(5, 5\), but a weight of \(6, 48\) needs \(6, 6\)"):
+    with pytest.raises(ShapeError, match=r"outputs are of \[5\] rows, but a weight of \(6, 48\) needs 6 in all"):
         solve(weight, hessian, outputs[:5, :5], config())
     with pytest.raises(ConfigError, match="two_sided moves errors"):
         QuantizeConfig(method="rtn", two_sided=True)
