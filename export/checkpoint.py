@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -213,7 +214,7 @@ def public_name(name: object) -> str:
     if not isinstance(name, (str, Path)):
         return type(name).__name__
     text = str(name)
-    if not (Path(text).is_absolute() or text.startswith((".", "~")) or Path(text).exists()):
+    if not (Path(text).is_absolute() or text.startswith((".", "~")) or os.path.exists(text)):  # or too long a text
         return text
     path = Path(text).resolve()
     repository = path.parents[1].name if path.parent.name == "snapshots" else ""

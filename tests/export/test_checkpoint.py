@@ -152,6 +152,7 @@ def test_names_of_the_hub_stay_and_local_ones_lose_their_folders(tmp_path, monke
     names = ["org/name", "models/tiny", "./gone", tmp_path / "models" / "tiny" / "..", cached]
     assert [public_name(name) for name in names] == ["org/name", "tiny", "gone", "models", "org/small-2"]
     assert public_name(["a text " * 100]) == "list"
+    assert public_name("a text " * 100) == "a text " * 100  # longer than a file's name can be; refused later, as text
 
 
 @pytest.mark.parametrize("part", ["codes", "scale", "offset", "group_index"])
