@@ -24,7 +24,7 @@ WikiText-2, --quality fast), not this one's: gptqkit compare shows those. Activa
 class ProgressDisplay:
     """A progress callback that draws bars on a terminal and in notebooks, and writes a line per layer anywhere else.
 
-    Lines end with the seconds since the stage began, and about how many are left.
+    Lines end with the seconds since the stage's first step was done, and about how many are left.
 
     Args:
         stream: Where to write; standard error by default.
@@ -53,11 +53,11 @@ class ProgressDisplay:
         if step.stage != self._stage or step.done <= self._done:  # two in a row may be called the same
             self.close()
             self._stage, self._began = step.stage, time.monotonic()
-            self._done_before = self._told = step.done - 1
+            self._done_before, self._told = step.done, step.done - 1
             if self._stream.isatty() or "ipykernel" in sys.modules:
                 from tqdm.auto import tqdm  # a widget where there are widgets
 
-                settings: dict[str, Any] = {"total": step.total, "initial": step.done - 1, "dynamic_ncols": True}
+                settings: dict[str, Any] = {"total": step.total, "initial": step.done, "dynamic_ncols": True}
                 self._bar = tqdm(desc=step.stage, file=self._stream, **settings)
         self._done = step.done
         if self._bar is not None:
@@ -101,9 +101,11 @@ class ProgressDisplay:
         line = f"{last.stage}: {where}{last.done} of {last.total}"
         if errors:
             line += f", mean error {sum(errors) / len(errors):.4f} (rounding {sum(rounding) / len(errors):.4f})"
-        taken = time.monotonic() - self._began
-        left = taken / (last.done - self._done_before) * (last.total - last.done)
-        self._write(f"{line}, {taken:.1f} s" + (f" (about {left:.0f} s left)" if left else ""))
+        if last.done > self._done_before:  # how long the first step took is not known
+            taken = time.monotonic() - self._began
+            left = taken / (last.done - self._done_before) * (last.total - last.done)
+            line += f", {taken:.1f} s" + (f" (about {left:.0f} s left)" if left else "")
+        self._write(line)
         self._told, self._untold = last.done, []
 
     def _write(self, line: str) -> None:
