@@ -318,6 +318,11 @@ def test_what_cannot_run_is_refused_and_what_may_not_is_warned_of(folder, machin
         plan(folder, activations="memory").check()
     assert f"{size_text(needs.total('RAM'))} of RAM may be needed" in caplog.text
     assert f"there is {size_text(needs.total('RAM') // 2)}" in caplog.text
+    machine(disk=needs.total("disk") - 1)
+    caplog.clear()
+    plan(folder).check()
+    assert "of disk may be needed" in caplog.text
+    assert "--activations disk" not in caplog.text
     machine(ram=None, disk=1 << 40)  # what is not known is not refused
     plan(folder).check()
 

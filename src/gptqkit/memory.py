@@ -113,9 +113,10 @@ class MemoryEstimate:
                     f"{_ADVICE[name]}"
                 )
             if there is not None and total > there:
+                helps = "another folder" if name == "disk" else "a smaller batch size, --activations disk"
                 _LOG.warning(
                     f"about {size_text(total)} of {name} may be needed, and there is {size_text(there)}; if it runs "
-                    "out, use fewer or shorter samples, a smaller batch size, --activations disk or --quality fast"
+                    f"out, use fewer or shorter samples, {helps} or --quality fast"
                 )
 
     def to_dict(self) -> dict[str, Any]:
