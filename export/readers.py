@@ -124,7 +124,8 @@ def _common_rules(facts: Facts) -> Rules:
     architectures = list_of_names(model.get("architectures"), f"{facts.where}: architectures")
     untried = [name for name in architectures if not name.endswith("ForCausalLM")]
     experts = any(".experts." in name for name in layers) and format_ not in ("gptq", "gptq_v2")
-    unlike, headless = _unlike(layers, facts.skipped), _outside(layers) and model.get("tie_word_embeddings")
+    unlike = _unlike(layers, facts.skipped) if format_ != "gguf" else ""  # which servers do not read at all
+    headless = _outside(layers) and model.get("tie_word_embeddings")
     packed = facts.quantization_config.get(PACKING)
     elsewhere = "reads GGUF only; quantize with --type, or convert symmetric grids to gguf"
     return [
@@ -146,7 +147,7 @@ def _common_rules(facts: Facts) -> Rules:
 def _parallel_rules(facts: Facts) -> Rules:
     """Return what stops servers that share every layer between GPUs; known from reading them only."""
     count, layers = facts.tensor_parallel, facts.layers
-    if count == 1:
+    if count == 1 or facts.declared.format == "gguf":
         return []
     heads, shared = _heads(facts.model_config)
     uneven = next((name for name, spec in layers.items() if _part(name, spec, count, shared)[1]), "")
@@ -180,9 +181,9 @@ def _costs(facts: Facts) -> Rules:
         (("GPTQModel", TRANSFORMERS, "SGLang", "AutoGPTQ"), act_order, _INDEXED),
         (("SGLang",), act_order and count > 1, "has a slower kernel for shared layers with g_idx"),
         (("SGLang",), gptq and (asymmetric or bits), "has fast kernels for symmetric 4 and 8 bits only"),
-        (("vLLM",), any(spec.bits == 8 for spec in layers.values()), "on a CPU has kernels for 4 bits only"),
+        (("vLLM",), any(spec.bits == 8 for spec in layers.values()), "has kernels for 4 bits only on a CPU"),
         (("vLLM",), padded, f"pads layers that do not fill its kernels' tiles, which takes time: it {padded}"),
-        (("GPTQModel", TRANSFORMERS), gptq and whole, "on a CPU needs BACKEND.GPTQ_TORCH for groups of this size"),
+        (("GPTQModel", TRANSFORMERS), gptq and whole, "needs BACKEND.GPTQ_TORCH on a CPU for groups of this size"),
         (("vLLM", TRANSFORMERS), rounded, _ROUNDED),
         (("gptqkit",), facts.all_ones, ones + "they are read as 2^bits; quantize again as gptq_v2"),
         (OTHERS, facts.all_ones, ones + "some kernels carry into the next output's; quantize again as gptq_v2"),

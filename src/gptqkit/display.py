@@ -214,7 +214,7 @@ def recommendation_table(rows: Sequence[Mapping[str, Any]]) -> str:
     shown = [{**row, **{key: size_text(row[f"{key}_bytes"]) for key in sizes}} for row in rows]
     own = ["type", "bits", "group_size"] if rows[0]["type"] else ["format", "bits", "group_size", "sym"]
     table = _table(shown, [*own, "bits_per_weight", *sizes, "kl_divergence", "perplexity"])
-    notes = [f"  mind that the reader {warning}" for warning in rows[0]["warnings"]]
+    notes = [f"  mind that the program {warning}" for warning in rows[0]["warnings"]]
     return "\n".join([table, "", _EXAMPLE, "", "the best of these:", f"  {rows[0]['command']}", *notes])
 
 

@@ -1,5 +1,7 @@
 """What readers ask of checkpoints, and what it costs them, told of models whose sizes are known."""
 
+from dataclasses import replace
+
 import pytest
 
 from gptqkit.errors import ConfigError
@@ -164,3 +166,6 @@ def test_fused_parts_must_be_quantized_alike(other):
     for name in ("vLLM", "SGLang"):
         [reader] = [reader for reader in found if reader.name == name]
         assert any("qkv_proj quantized alike" in reason for reason in reader.reasons) == bool(other)
+    facts["declared"] = replace(facts["declared"], format="gguf")  # which they do not read, whatever is in it
+    found = readers_of(Facts(layers=layers, model_config={}, quantization_config={}, tensor_parallel=3, **facts))
+    assert [len(reader.reasons) for reader in found if reader.name in ("vLLM", "SGLang")] == [1, 1]
