@@ -30,7 +30,7 @@ class Evaluation:
         column: Column that holds the text, in structured files and data sets; by default found by its name.
         split: Split of a data set that has several; by default "test".
         revision: Branch, tag or commit of a model on the Hub; by default the main branch. Not of the reference.
-        trust_remote_code: Run the Python code that comes with a float model.
+        trust_remote_code: Run the Python code that comes with a model.
 
     Raises:
         ConfigError: A value that cannot be.

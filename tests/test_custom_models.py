@@ -258,7 +258,7 @@ def test_what_does_not_run_backwards_needs_the_quality_fast(tmp_path):
     quantize(custom(WritesOver), tmp_path / "fast", quality="fast")
 
 
-def test_code_of_a_model_runs_only_where_it_is_trusted_and_never_from_a_checkpoint(tmp_path, monkeypatch):
+def test_code_of_a_model_runs_only_where_it_is_trusted(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(str(tmp_path / "cache"))
     model = tmp_path / "model"
@@ -276,12 +276,23 @@ def test_code_of_a_model_runs_only_where_it_is_trusted_and_never_from_a_checkpoi
     with pytest.raises(ArchitectureError):
         quantize(model, tmp_path / "out")
     assert not (tmp_path / "ran").exists()
-    quantize(model, tmp_path / "out", run={"trust_remote_code": True})
+    trusting = {"trust_remote_code": True}
+    config, text = {"quality": "fast", "bits": 2, "group_size": 32, "tune_epochs": 2}, samples().input_ids
+    report = gptqkit.quantize(model, text, tmp_path / "out", config, run=trusting, evaluate_on=text).report
+    assert report.tuning.divergence < report.tuning.divergence_before  # so they were loaded
     assert (tmp_path / "ran").exists()
     assert (tmp_path / "out" / "code.py").exists()
     (tmp_path / "ran").unlink()
-    with pytest.raises(ArchitectureError):
-        gptqkit.load(tmp_path / "out", device="cpu")
+    for load in (gptqkit.load, lambda path: gptqkit.evaluate(path, text)):
+        with pytest.raises(ArchitectureError, match=r"trust_remote_code \(--trust-remote-code\) runs the code"):
+            load(tmp_path / "out")
+    assert not (tmp_path / "ran").exists()
+    found = gptqkit.evaluate(tmp_path / "out", text, {**trusting, "sequence_length": text.shape[1]})
+    assert found.perplexity == report.perplexity[0]["perplexity"]
+    loaded, _ = gptqkit.load(tmp_path / "out", device="cpu", trust_remote_code=True)
+    loaded.save_pretrained(tmp_path / "copy")
+    assert gptqkit.diff(tmp_path / "out", tmp_path / "copy") == []
+    (tmp_path / "ran").unlink()
     stored = json.loads((tmp_path / "out" / "config.json").read_text())
     known = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     (tmp_path / "out" / "config.json").write_text(json.dumps({**stored, **known, "auto_map": places}))

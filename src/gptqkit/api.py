@@ -160,7 +160,8 @@ def quantize(
             with processes.together():
                 if processes.rank == 0:
                     if text is not None:
-                        how = Evaluation(sequence_length=length, device=str(processes.device))
+                        where, code = str(processes.device), run.trust_remote_code
+                        how = Evaluation(sequence_length=length, device=where, trust_remote_code=code)
                         scores = evaluate(staged, text, how, progress=progress).to_dict()
                         report = replace(report, perplexity=[{"dataset": public_name(evaluate_on), **scores}])
                     _describe(staged, report, source)

@@ -45,12 +45,12 @@ def open_config(path: Path, *, trust_remote_code: bool = False) -> Any:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
-def read_config(path: Path) -> Any:
+def read_config(path: Path, *, trust_remote_code: bool = False) -> Any:
     """Return the configuration of the model in a checkpoint, as if it were not quantized.
 
     What it says of quantization would put transformers' quantizers in charge.
     """
-    config = open_config(path)
+    config = open_config(path, trust_remote_code=trust_remote_code)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
@@ -122,7 +122,10 @@ def explain(path_or_id: Path | str) -> Iterator[None]:
         what = f"{path_or_id} cannot be read ({type(error).__name__}: {said[:LONGEST_QUOTE]})"
         if isinstance(error, OSError):
             raise DatasetUnavailableError(what) from error
-        raise ArchitectureError(f"{what}; it is damaged, or nothing that this version of transformers knows") from error
+        why = "it is damaged, or nothing that this version of transformers knows"
+        if "trust_remote_code" in said:
+            why = "trust_remote_code (--trust-remote-code) runs the code that comes with it"
+        raise ArchitectureError(f"{what}; {why}") from error
 
 
 @contextmanager

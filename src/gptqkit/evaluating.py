@@ -180,11 +180,12 @@ def _open(model: Any, config: Evaluation, backend: str) -> tuple[Any, Any | None
         raise ConfigError(
             f"a {type(model).__name__} is no model; give a folder, an id of the Hub, or a loaded model{which}"
         )
+    how: dict[str, Any] = {name: getattr(config, name) for name in ("device", "dtype", "trust_remote_code")}
     if model.is_file() or says_quantized(model):  # a file is GGUF
-        return load(model, device=config.device, backend=backend, dtype=config.dtype)
+        return load(model, backend=backend, **how)
     if backend != "auto":
         raise ConfigError(f"backend is {backend!r}, but {model} is not quantized; leave the backend at 'auto'")
-    return load_float(model, device=config.device, dtype=config.dtype, trust_remote_code=config.trust_remote_code)
+    return load_float(model, **how)
 
 
 def default_length(model: Any) -> int:

@@ -52,13 +52,14 @@ def load(
     backend: str = "auto",
     dtype: torch.dtype | str = "auto",
     revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[Any, Any]:
     """Load the model of a quantized checkpoint, in evaluation mode, and its tokenizer (None where it has none).
 
-    Every quantized module is a `QuantLinear`; float weights are never made for them first. No code from the checkpoint
-    is executed. The model has two attributes beside its own: `gptqkit_backend`, a `BackendChoice` (also logged to
-    "gptqkit" at INFO), and `gptqkit_quantization_config`, the checkpoint's quantization config. Its `save_pretrained`
-    writes the checkpoint again, codes and scales to the bit, or refuses.
+    Every quantized module is a `QuantLinear`; float weights are never made for them first. The model has two attributes
+    beside its own: `gptqkit_backend`, a `BackendChoice` (also logged to "gptqkit" at INFO), and
+    `gptqkit_quantization_config`, the checkpoint's quantization config. Its `save_pretrained` writes the checkpoint
+    again, codes and scales to the bit, or refuses.
 
     Args:
         path: A directory in one of `FORMATS`, which gptqkit, GPTQModel, AutoGPTQ, AutoAWQ, optimum or llm-compressor
@@ -70,10 +71,11 @@ def load(
         dtype: Of activations and of all weights that are not quantized. "auto" is the checkpoint's, except that
             float16 becomes float32 on a CPU.
         revision: Branch, tag or commit of a model on the Hub.
+        trust_remote_code: Run the Python code that comes with the model, which transformers does not know.
 
     Raises:
         CheckpointError: Files that are damaged or contradict each other; the message names the tensor.
-        ArchitectureError: A model that transformers does not know without running code from the checkpoint.
+        ArchitectureError: A model that transformers does not know, where no code from the checkpoint may run.
         BackendError: `backend` does not exist or cannot serve a layer.
         ConfigError: A device or dtype that cannot be.
     """
@@ -82,16 +84,16 @@ def load(
     path = at_home(path)
     checkpoint = open_checkpoint(path, revision=revision)
     with explain(path):
-        with confined(checkpoint.path, checkpoint.tensors):
-            config = read_config(checkpoint.path)
+        with confined(checkpoint.path, checkpoint.tensors, trusted=trust_remote_code):
+            config = read_config(checkpoint.path, trust_remote_code=trust_remote_code)
             wanted = _choose_dtype(dtype, config.dtype or torch.float16, place)
-            built = empty_model(config, wanted)
+            built = empty_model(config, wanted, trust_remote_code=trust_remote_code)
         empty = EmptyModel(built)
     install(empty, checkpoint, device=place, dtype=wanted, backend=backend)
     model = ready(empty, checkpoint, place)
     model.save_pretrained = Saver(model, checkpoint.path)
     take_generation_config(model, checkpoint.path)
-    return model, load_tokenizer(checkpoint.path, trust_remote_code=False)
+    return model, load_tokenizer(checkpoint.path, trust_remote_code=trust_remote_code)
 
 
 def ready(empty: EmptyModel, checkpoint: Checkpoint, device: torch.device) -> Any:

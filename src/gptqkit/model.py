@@ -35,6 +35,7 @@ class FloatModel:
 
     Attributes:
         path: The directory.
+        trusted: Whether its own code may run.
         empty: The model without weights; `model` is the form of it that works, whose weights come and go.
         dtype: Of the files.
         blocks: The repeated blocks in the order in which they run: those of an encoder before those of its decoder.
@@ -49,7 +50,7 @@ class FloatModel:
     """
 
     def __init__(self, path_or_id: str | Path, *, trust_remote_code: bool = False, revision: str | None = None) -> None:
-        self._code = trust_remote_code
+        self.trusted = trust_remote_code
         with explain(path_or_id), without_bars():
             self.path = fetch(path_or_id, revision).absolute()  # whatever becomes the working directory
             stored = Shards.of_folder(self.path)
@@ -150,7 +151,7 @@ class FloatModel:
 
     def copy_files(self, directory: Path) -> None:
         """Copy what belongs to the model beside its weights, but for what is there already and for code."""
-        leave = ("README.md", ".safetensors", ".index.json", *UNUSED, *(() if self._code else (".py",)))
+        leave = ("README.md", ".safetensors", ".index.json", *UNUSED, *(() if self.trusted else (".py",)))
         copy_beside(self.path, directory, leave=leave, folders=False)
 
     @contextmanager

@@ -110,7 +110,9 @@ class Saver:
 def _changes(model: Any, checkpoint: Checkpoint) -> Iterator[str]:
     """Yield the names of what in a model is not what its checkpoint says: of tensors, or of layers put in its place."""
     dtype, current = model.config.dtype, model.state_dict()
-    empty = EmptyModel(empty_model(read_config(checkpoint.path), dtype, kind=type(model)))
+    trusted = type(model).__module__.startswith("transformers_modules.")  # its own code runs already
+    config = read_config(checkpoint.path, trust_remote_code=trusted)
+    empty = EmptyModel(empty_model(config, dtype, kind=type(model)))
     names = StoredNames(empty.stacked, empty.names, checkpoint.float_names)
     modules = dict(model.named_modules())
     for name in filter(lambda name: names.known(f"{name}.weight"), checkpoint.layers):

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +111,8 @@ def tune(
             if processes.rank == 0:
                 replace_weights(checkpoint, weights)
                 first = int(batches.counts.int().argmax())  # one that counts
-                _check(directory, student, batches.tensors(range(first, first + 1)), device, dtype)
+                how = {"device": device, "dtype": dtype, "trust_remote_code": source.trusted}
+                _check(directory, student, batches.tensors(range(first, first + 1)), how)
     return TuningReport(divergence=after, divergence_before=before)
 
 
@@ -213,13 +215,11 @@ def _copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
-def _check(
-    directory: Path, student: PreTrainedModel, sample: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
-) -> None:
+def _check(directory: Path, student: PreTrainedModel, sample: Mapping[str, Tensor], how: Mapping[str, Any]) -> None:
     """Load what was written, and compare its logits with those of the model in memory."""
-    written, _ = load(directory, device=device, dtype=dtype, backend="torch" if device.type == "cpu" else "auto")
+    written, _ = load(directory, backend="torch" if how["device"].type == "cpu" else "auto", **how)
     found, expected = (model(**sample, **without_cache(model)).logits.float() for model in (written, student))
-    if most_differ(found, expected, dtype):
+    if most_differ(found, expected, how["dtype"]):
         raise CheckpointError(
             f"{directory} computes something else than the model whose scales were tuned; use tune_epochs=0, and "
             "report this model"
