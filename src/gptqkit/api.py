@@ -192,7 +192,7 @@ def _calibration(given: Any, config: QuantizeConfig) -> Calibration | None:
         who = next((name for name in settings if getattr(config, name)), "")
         if find_method(config.method).needs:
             who = f"method {config.method!r}"
-        raise CalibrationError(f"{who} needs calibration text; only method 'rtn' by itself does not")
+        raise CalibrationError(f"{who} needs calibration text; give some (only method 'rtn' by itself does without)")
     return None if given is None else calibration_of(given)
 
 
