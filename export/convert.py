@@ -105,7 +105,7 @@ def _check(checkpoint: Checkpoint, format: str) -> None:
     for name, spec in checkpoint.layers.items():
         try:
             if spec.bits not in BITS and not layout.snaps:
-                raise ConfigError(f"{format} holds {', '.join(map(str, BITS))} bits, not {spec.bits}")
+                raise ConfigError(f"{format} holds no {spec.bits}-bit codes; quantize the float model again")
             layout.check(spec)
         except (ConfigError, ShapeError) as error:
             raise ConversionError(f"{name}: {error}") from error

@@ -38,7 +38,7 @@ def check_spec(spec: LayerSpec) -> None:
     if spec.bits != _BITS or not spec.sym:
         raise ConfigError(
             f"marlin holds symmetric 4-bit codes only, not {'' if spec.sym else 'a'}symmetric {spec.bits}-bit ones; "
-            "gptq_v2, awq and compressed-tensors hold more"
+            "compressed-tensors and gptq_v2 hold them"
         )
     refuse_act_order(spec, "marlin")
     if spec.out_features % _ROWS or spec.in_features % _COLUMNS:

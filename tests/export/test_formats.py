@@ -194,6 +194,7 @@ def test_every_format_converts_to_every_other_as_if_it_had_been_written_in_it(ma
         (random_weight(8), "awq", "awq holds 4-bit codes only, not 8-bit"),
         (random_weight(act_order=True), "awq", "awq has no g_idx to say so; quantize with static_groups"),
         (random_weight(4, 64, 96, 40), "awq", r"whole groups of 40 columns"),
+        (random_weight(8), "marlin", r"not asymmetric 8-bit ones; compressed-tensors and gptq_v2 hold them$"),
         (random_weight(4, 512, 128, 128), "marlin", "symmetric 4-bit codes only, not asymmetric 4-bit"),
         (random_weight(4, 256, 128, 64, sym=True), "marlin", "groups of 128 columns or whole rows, not of 64"),
         (random_weight(4, 128, 128, 128, sym=True), "marlin", "needs multiples of 256 rows and 128 columns"),

@@ -257,6 +257,9 @@ def test_what_gptq_cannot_hold_does_not_go_back(tmp_path):
     model, _ = gptqkit.load(tmp_path / "out", device="cpu")
     with pytest.raises(ConfigError, match="copy that"):
         model.save_pretrained(tmp_path / "again")
+    quantize(tmp_path / "float", tmp_path / "wide", tokens(2), type="q6_k", method="rtn", group_size=128, sym=True)
+    with pytest.raises(ConversionError, match="awq holds no 6-bit codes; quantize the float model again"):
+        gptqkit.convert(tmp_path / "wide", tmp_path / "awq", format="awq")
 
 
 ALTERNATING = ["full_attention", "sliding_attention"]
