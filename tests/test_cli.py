@@ -402,6 +402,7 @@ def test_the_readme_runs_as_it_is_written(root, tmp_path):
         assert done.returncode == 0, done.stderr
     assert {"out-w4", "out-w3", "out-v1", "heatmap.svg"} <= {file.name for file in tmp_path.iterdir()}
     assert (tmp_path / "out-w3" / "quantization_report.html").exists()
+    assert gptqkit.inspect(tmp_path / "for-vllm").reader("vLLM").loads
 
 
 def run(command, cwd=None, **settings):
