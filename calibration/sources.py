@@ -18,7 +18,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import Dataset, default_collate
 
 from ..errors import CalibrationError, DatasetUnavailableError
 from ..hub import at_home, is_local
@@ -78,6 +78,8 @@ def open_source(
         return Documents("the data set", documents, endless=_is_endless(source))
     if isinstance(source, Sequence) and source and all(map(_is_file, source)):
         return _open_files([Path(at_home(file)) for file in source], column)
+    if isinstance(source, Dataset) and not isinstance(source, Iterable):  # of torch, which knows its items by number
+        source = map(source.__getitem__, range(len(source)))  # type: ignore[arg-type]
     nothing = isinstance(source, (bytes, Sequence)) and (isinstance(source, bytes) or not source)
     if nothing or not isinstance(source, Iterable):
         raise CalibrationError(

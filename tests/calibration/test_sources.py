@@ -367,6 +367,8 @@ def test_what_torch_collates_is_read_by_records():
             assert rows_of(samples) == expected
     plain = torch.utils.data.DataLoader([[1, 2, 3], [4, 5, 6]], batch_size=2)
     assert rows_of(load_samples(Calibration(plain, samples=2), None, sequence_length=3)) == [[1, 2, 3], [4, 5, 6]]
+    numbered = torch.utils.data.Subset([{"input_ids": [1, 2]}, {"input_ids": [3, 4]}], [1, 0])  # has no __iter__
+    assert rows_of(load_samples(Calibration(numbered, samples=2), None, sequence_length=2)) == [[3, 4], [1, 2]]
     ids = torch.arange(6).view(2, 3)
     nameless = torch.utils.data.TensorDataset(ids, torch.ones_like(ids))
     for source in (torch.utils.data.DataLoader(nameless, batch_size=2), [(ids, torch.ones_like(ids))]):
