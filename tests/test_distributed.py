@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -40,6 +41,21 @@ def facts(models, case, out, name="facts", **changes):
 
 def learned(folder, ranks, name="facts"):
     return [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in ranks]
+
+
+def joined_twice(port):
+    """Join as under torchrun, whose store outlives a process group; rank 0 comes late to the second one."""
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_PORT=str(port))
+    for number in range(2):
+        time.sleep(2 * number if os.environ["RANK"] == "0" else 0)
+        with join(CPU) as joined:
+            assert joined.gather(joined.rank) == [0, 1]
+
+
+def test_a_script_may_do_several_jobs_under_torchrun(tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for ended in processes(joined_twice, store.port, size=2, log=tmp_path / "log"):
+        assert ended.code == 0, ended.text
 
 
 def of_a_loaded_model(out):

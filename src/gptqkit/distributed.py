@@ -8,12 +8,13 @@ number of processes, which turns a few codes, unless the sums are exact or of tw
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from .errors import AbandonedError, RankError
 T = TypeVar("T")
 
 _ENDLESS = timedelta(days=30)  # a process may solve for hours while others wait; torchrun ends those that are left
+_NUMBERS = itertools.count()  # of process groups: what one leaves in the launcher's store is not for the next
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,11 @@ def join(device: torch.device) -> Iterator[Processes]:
         device = _own_gpu(torch.cuda.current_device() if exists else int(os.environ.get("LOCAL_RANK", "0")))
     if not exists:
         try:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=_ENDLESS)
+            of_torch: Any = dist  # which exports both, without saying so
+            found, rank, size = next(of_torch.rendezvous("env://", timeout=_ENDLESS))
+            own = of_torch.PrefixStore(f"gptqkit-{next(_NUMBERS)}", found)
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=_ENDLESS, store=own, rank=rank, world_size=size)
         except (RuntimeError, ValueError) as error:
             raise RankError(
                 f"rank {os.environ['RANK']} got no contact with the others: {error}; start all with torchrun or "
