@@ -1,4 +1,4 @@
-"""Random settings on tiny models of several families, in files of 16 bits: what is written is what the solver had.
+"""Random settings on tiny models of several families: what is written is what the solver had.
 
     python tests/random_settings.py [--first 0] [--count 100] [--json FILE]
 
@@ -56,9 +56,10 @@ CHOICES = {  # by setting: how often it is drawn, and from what
     "target_bits": (0.1, (2.6, 3.3, 5.7)),
     "learn_iterations": (1.0, (0, 2)),
     "tune_epochs": (1.0, (0, 0, 1)),
+    "overrides": (0.2, ({r"\.0\.": {"bits": 8}}, {r"\.1\.": {"skip": True}}, {r"\.1\.": {"group_size": -1}})),
 }
 RUNS = {
-    "batch_size": (0.5, (1, 2, 3)),
+    "batch_size": (0.5, (1, 2, 3, 64)),
     "activations": (0.5, ("memory", "disk")),
     "shard_size": (0.2, (1000, 50000, "1MiB")),
 }
@@ -69,7 +70,7 @@ def draw(choices, dice):
 
 
 class Trial:
-    """A model in files of 16 bits, what it is called with, and settings that were drawn."""
+    """A model in files, what it is called with, and settings and samples that were drawn."""
 
     def __init__(self, number, folder):
         self.dice, self.folder = random.Random(number), folder
@@ -77,10 +78,13 @@ class Trial:
         kind, self.family = self.dice.choice(pairs)
         self.settings, self.run = draw(CHOICES, self.dice), draw(RUNS, self.dice)
         model, self.inputs = families.build(kind, self.family, folder / "float")
-        model.to(self.dice.choice((torch.bfloat16, torch.float16))).save_pretrained(folder / "float")
+        model.to(self.dice.choice((torch.bfloat16, torch.float16, torch.float32))).save_pretrained(folder / "float")
         self.model = type(model).from_pretrained(folder / "float", dtype=torch.float32).eval()
-        samples = self.dice.choice((1, 2, 4))
-        self.calibration = gptqkit.Calibration(self.inputs["input_ids"], samples=samples, sequence_length=32)
+        samples, length = self.dice.choice((1, 2, 4, 33)), self.dice.choice((1, 3, 32, 32))
+        ids = torch.randint(3, 200, (samples, length), generator=torch.Generator().manual_seed(number))
+        lengths = torch.tensor([self.dice.randint(1, length) if self.dice.random() < 0.3 else length for _ in ids])
+        mask = (torch.arange(length) < lengths[:, None]).long()
+        self.calibration = gptqkit.Calibration({"input_ids": ids, "attention_mask": mask})
 
     def quantize(self, name, progress=lambda _: None, **run):
         """Quantize to a folder of that name."""
