@@ -49,5 +49,6 @@ class Evaluation:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))  # which may be torch's own
         check_types(self)
         check_positive(self, "sequence_length", "stride", "max_windows", "batch_size")

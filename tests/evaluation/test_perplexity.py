@@ -48,3 +48,4 @@ def test_lengths_and_settings_that_cannot_be():
             Evaluation(**{setting: 0})
     with pytest.raises(ConfigError, match="dtype is 'float8'; choose one of auto"):
         Evaluation(dtype="float8")
+    assert Evaluation(dtype=torch.bfloat16) == Evaluation(dtype="bfloat16")
