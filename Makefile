@@ -40,6 +40,7 @@ check: $(installed)
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
+	$(python) -m mypy tests/typed_use.py examples/quantize_and_evaluate.py
 	$(pytest) -m "not slow"
 
 # Python does not give all its memory back, so leaks are not looked for.

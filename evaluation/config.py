@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..kernels.backends import BACKENDS
 from ..settings import check_positive, check_types
@@ -42,7 +43,7 @@ class Evaluation:
     batch_size: int = 8
     device: str = "auto"
     backend: str = field(default="auto", metadata={"choices": ("auto", *BACKENDS)})
-    dtype: str = field(default="auto", metadata={"choices": DTYPES})
+    dtype: str | Any = field(default="auto", metadata={"choices": DTYPES})
     column: str | None = None
     split: str | None = None
     revision: str | None = None

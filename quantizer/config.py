@@ -139,7 +139,7 @@ class QuantizeConfig:
     bits: int = field(default=4, metadata={"choices": BITS})
     group_size: int | None = 128
     target_bits: float | None = None
-    target_size: int | None = field(default=None, metadata={"size": True})
+    target_size: int | str | None = field(default=None, metadata={"size": True})
     sym: bool = field(default=True, metadata={"off": "asym"})
     quality: str = field(default=_BY_METHOD, metadata={"choices": QUALITIES})
     method: str = field(default=_BY_QUALITY, metadata={"choices": METHODS})
@@ -158,7 +158,7 @@ class QuantizeConfig:
     float64: bool = False
     skip_nonfinite: bool = False
     lm_head: bool = False
-    overrides: Mapping[str, ModuleOverride] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     format: str = field(default="gptq_v2", metadata={"choices": FORMATS})
     type: str | None = field(default=None, metadata={"choices": TYPES})
 

@@ -86,7 +86,8 @@ def values(kind, field):
     elif "choices" in field.metadata:
         yield from ((value, [option, str(value)]) for value in field.metadata["choices"] if value != field.default)
     else:
-        value = {int: 7, float: 3.5 if field.name == "target_bits" else 0.5, str: "name"}[kinds.pop()]
+        kind = int if "size" in field.metadata else kinds.pop()
+        value = {int: 7, float: 3.5 if field.name == "target_bits" else 0.5, str: "name"}[kind]
         yield value, [option, str(value)]
 
 

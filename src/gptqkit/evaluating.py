@@ -46,7 +46,7 @@ def evaluate(
     reference: Any | None = None,
     tokenizer: Any | None = None,
     progress: ProgressCallback = silent,
-) -> Scores | EmbeddingScores:
+) -> Scores | Any:
     """Measure perplexity on `dataset` and, with a `reference`, KL divergence and top-1 agreement.
 
     A checkpoint runs on its quantized kernels, never as the dequantized original.

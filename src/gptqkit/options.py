@@ -67,7 +67,7 @@ def add_fields(group: argparse._ActionsContainer, kind: type, without: Collectio
     """Add an option for every other plain field of a dataclass; what is not given is left to the dataclass."""
     texts = _attribute_texts(kind)
     for field in dataclasses.fields(kind):
-        base = str(field.type).removesuffix(" | None")
+        base = str(field.type).partition(" | ")[0]
         if base not in ("bool", "int", "float", "str") or field.name in without:
             continue
         option, shown = field.name.replace("_", "-"), cast(Any, field.default)

@@ -46,7 +46,7 @@ class Run:
     overwrite: bool = False
     resume: bool = False
     strict: bool = False
-    shard_size: int = field(default=4 << 30, metadata={"size": True})
+    shard_size: int | str = field(default=4 << 30, metadata={"size": True})
     revision: str | None = None
     trust_remote_code: bool = False
     push_to_hub: str | None = None

@@ -49,8 +49,8 @@ def check_types(record: Any) -> None:
     Numbers of numpy become Python's, which JSON can hold, and texts such as "8GiB" bytes.
     """
     for each in dataclasses.fields(record):
-        kind, value = str(each.type).removesuffix(" | None"), getattr(record, each.name)
-        if value is None and (each.default is None or kind != str(each.type)):
+        kind, value = str(each.type).partition(" | ")[0], getattr(record, each.name)
+        if value is None and (each.default is None or "None" in str(each.type)):
             continue
         names = [*each.metadata.get("choices", ())] if kind == "str" else []
         if names and value not in names:
