@@ -53,7 +53,7 @@ from .quantizer.methods import needs_calibration, needs_cross, needs_drift, pair
 from .quantizer.rows import PARTS
 from .run import LARGEST_BATCH, Run
 from .sensitivity import reachable
-from .settings import bytes_of, settings_of
+from .settings import settings_of
 from .solving import TOGETHER
 from .subsets import STATISTICS_BYTES, input_bytes, output_bytes
 from .targets import Target, checkpoint_bytes, find_blocks, find_head, find_targets
@@ -196,8 +196,7 @@ def estimate(
     gradients = behind * -(-min(samples, SAMPLES) // processes) * torch.bfloat16.itemsize // dtype.itemsize
     states = max(states, behind * min(samples, AT_ONCE))
 
-    size = config.target_size
-    output = sum(checkpoint_bytes(model, every, config)) if size is None else bytes_of("target_size", size)
+    output = sum(checkpoint_bytes(model, every, config)) if config.target_size is None else int(config.target_size)
     block = max(_bytes(each, dtype) for each in blocks)
     statistics = max(_pass_bytes(part, cross) for part in parts) if shape else 0
     forward = _forward_bytes([target for part in targets for target in part], tokens, width, dtype, paired)
@@ -286,10 +285,8 @@ def _forward_bytes(targets: Sequence[Target], tokens: int, width: int, dtype: to
 
 def _made_again(parts: Sequence[list[Target]], config: QuantizeConfig, run: Run) -> bool:
     """Whether other files are made of all parts: small ones are joined, and some formats are one file."""
-    small = 2 * max(sum(target.packed_bytes for target in part) for part in parts) <= min(
-        bytes_of("shard_size", run.shard_size), JOINED_BYTES
-    )
-    return small or find_format(config.format).finish is not None
+    largest, most = max(sum(target.packed_bytes for target in part) for part in parts), int(run.shard_size)
+    return 2 * largest <= min(most, JOINED_BYTES) or find_format(config.format).finish is not None
 
 
 def _pass_bytes(targets: list[Target], cross: bool) -> int:

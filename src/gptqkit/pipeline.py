@@ -31,7 +31,6 @@ from .quantizer.methods import Solution, needs_cross, needs_drift, pairs_models
 from .quantizer.quantized import QuantizedWeight
 from .report import BlockReport, ModuleReport, QuantizationReport, TuningReport
 from .run import Run
-from .settings import bytes_of
 from .solving import Measured, Solved, solve_all
 from .streams import Streams
 from .targets import Target, find_head, find_targets, matrix, tell_misfits
@@ -121,14 +120,8 @@ class Pipeline:
         """Make the checkpoint of all finished blocks, and tune its scales where asked; return its directory."""
         with self.processes.together():
             if self.processes.rank == 0:
-                assemble(
-                    self.job.folder,
-                    self.job.records,
-                    self.model,
-                    self.config,
-                    tokenizer,
-                    bytes_of("shard_size", self._run.shard_size),
-                )
+                job, shard = self.job, int(self._run.shard_size)
+                assemble(job.folder, job.records, self.model, self.config, tokenizer, shard)
         directory, epochs = self.job.folder / "checkpoint", self.config.tune_epochs
         if not epochs:
             return directory, None

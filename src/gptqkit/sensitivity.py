@@ -25,7 +25,6 @@ from .quantizer.allocation import Candidate, allocate_bits
 from .quantizer.config import BITS, ModuleOverride, QuantizeConfig
 from .quantizer.gptq import solve_gptq
 from .run import Run
-from .settings import bytes_of
 from .solving import naming
 from .streams import Streams
 from .targets import Target, checkpoint_bytes, find_head, find_targets, matrix, tell_misfits
@@ -110,7 +109,7 @@ def sensitivities(
         budget, free = reachable(source.model, targets, config)
         floats = 8 * source.dtype.itemsize * sum(each.weights for each in free)
         if config.target_size is not None and not config.overrides and 0 < floats <= budget:
-            asked = size_text(bytes_of("target_size", config.target_size))
+            asked = size_text(int(config.target_size))
             raise ConfigError(f"target_size is {asked}, in which everything fits in floating point; give less")
     parts: dict[str, list[Candidate]] = {}
     members: dict[str, list[Target]] = {}
@@ -172,7 +171,7 @@ def _budget(
             raise ConfigError(f"target_bits is {average}, but the smallest widths make {least} on average; give more")
         return average * count
     others = 8 * whole - sum(_size(each, config) for each in free)
-    size = bytes_of("target_size", config.target_size)
+    size = int(config.target_size)
     if others + least > 8 * size:
         asked, smallest = size_text(size), size_text(math.ceil((others + least) / 8))
         raise ConfigError(f"target_size is {asked}, but the smallest widths make {smallest}; allow for more")
