@@ -322,8 +322,11 @@ def _solver_bytes(unit: Sequence[Target], cross: bool, *, calibrated: bool) -> i
     rows = -(-n // PARTS) if target.config.two_sided else n
     sweep = s * rows * k * (4 + cross) + s * k * k * (1 + cross) + rows * k
     refined = 9 * s * rows * k + s * k * k * (2 + cross) if target.config.refine_rounds else 0
-    sides = 3 * s * (n * k + sum(each.shape[0] ** 2 for each in unit)) if target.config.two_sided else 0
-    return moments + max(factor, sweep, refined) + sides
+    kept = 0
+    if target.config.two_sided:  # F and its factor, of all; and what factorizing one takes
+        squares = [each.shape[0] ** 2 for each in unit]
+        kept = 2 * s * (n * k + sum(squares) + max(squares))
+    return moments + max(factor, sweep, refined) + kept
 
 
 def _learning_bytes(
