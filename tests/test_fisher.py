@@ -20,6 +20,7 @@ from gptqkit.model import FloatModel
 from gptqkit.progress import silent
 from gptqkit.quantizer.config import QuantizeConfig
 from gptqkit.targets import find_blocks, find_targets
+from gptqkit.tuning import tune
 from gptqkit.walking import float_streams, own_batches
 from support.models import build, overflowing, samples
 from support.pipeline import assert_close, outputs, quantize
@@ -294,6 +295,25 @@ def test_no_more_of_what_outputs_of_experts_weigh_is_known_at_once_than_the_limi
     quantize(uneven("mixtral", num_hidden_layers=1), tmp_path / "out", samples(SAMPLES, 48), two_sided=True)
     assert len(most) > 8 / held
     assert max(most) <= held * side
+
+
+def test_gradients_are_gone_when_scales_are_tuned(tmp_path, monkeypatch):
+    """They take as much as the model, of which tuning has two in memory."""
+    alive, left = weakref.WeakSet(), []
+
+    def counted(*arguments):
+        found = measure_fisher(*arguments)
+        alive.update(found.behind.values())
+        return found
+
+    def looked(*arguments, **named):
+        left.append(len(alive))
+        return tune(*arguments, **named)
+
+    monkeypatch.setattr("gptqkit.pipeline.measure_fisher", counted)
+    monkeypatch.setattr("gptqkit.pipeline.tune", looked)
+    quantize(build("llama"), tmp_path / "out", samples(8), two_sided=True, tune_epochs=1)
+    assert left == [0]
 
 
 @pytest.mark.parametrize(

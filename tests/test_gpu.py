@@ -1,5 +1,8 @@
 """Quantizing and running on a GPU, simulated on every machine and real where there is one."""
 
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -71,6 +74,19 @@ def test_what_a_gpu_quantizes_is_as_good_as_on_a_cpu_and_is_what_is_loaded(on_cp
     assert {tensor.device.type for tensor in loaded.state_dict().values()} == {"cuda"}
     theirs = dequantized(tmp_path / gpu, tmp_path / "model", tmp_path / "dense")
     assert_close(outputs(loaded, SMALL).cpu(), outputs(theirs, SMALL), rtol=1e-3)
+
+
+def test_the_time_of_a_solver_ends_when_the_gpu_has_done_its_work(gpu, tmp_path, monkeypatch):
+    """Which goes on for a while when the last of it was queued."""
+    stream = torch.cuda.current_stream()
+    busy = SimpleNamespace(cuda_stream=stream.cuda_stream, synchronize=lambda: time.sleep(0.2))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: busy)
+    monkeypatch.setattr("gptqkit.kernels.library.find_library", lambda: (None, "it is not asked for"))
+    how = {"method": "gptq", "overrides": {"q_proj|k_proj|v_proj|up|gate|down": {"skip": True}}}
+    (solved,) = quantize(
+        build("llama", num_hidden_layers=1), tmp_path / "out", SMALL, run={"device": gpu}, **how
+    ).report.modules
+    assert solved.seconds >= 0.2
 
 
 @pytest.mark.gpu

@@ -109,6 +109,7 @@ class Pipeline:
                 streams.enter(layer)
                 with streams.block(layer):
                     self._quantize_block(layer, streams, finished=layer < finished)
+            self._fisher = None  # gradients behind all blocks are not in memory beside tuning
             if self.head is not None:
                 with streams.head():
                     measured = streams.collect_head(self.head) if self.calibrated else Measured([self.head])

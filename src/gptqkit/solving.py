@@ -152,6 +152,8 @@ def _solve(share: Share, weight: Tensor, moments: Moments | None, outputs: Mappi
     start = time.perf_counter()
     with naming(", ".join(target.name for target, _ in share)):
         whole = find_method(config.method).solve(weight, moments, config, snap)
+    if weight.device.type == "cuda":  # which has only been told by now what to do
+        torch.cuda.current_stream(weight.device).synchronize()
     seconds = time.perf_counter() - start
     plain = None if moments is None else solve_rtn(weight, None, config.plain_rounding(), snap)
     found: dict[str, Solved] = {}
