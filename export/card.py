@@ -35,6 +35,11 @@ _GGUF = "\n\n`model.gguf` holds all that llama.cpp needs: `llama-cli -m model.gg
 
 _POOLING = "\n\nThe model returns hidden states of tokens; pool them as `1_Pooling/config.json` says."
 
+_OWN_CODE = """
+
+Its config names Python code that comes with it, which runs only if asked for:
+`gptqkit.load(..., trust_remote_code=True)`."""
+
 _TRANSFORMERS = """
 
 With transformers (which needs {packages} for it):
@@ -73,7 +78,7 @@ def write_card(directory: Path, source: Path) -> None:
         _floats(summary, report.get("left_in_float") or {}),
         _perplexity(report.get("perplexity") or []),
         _errors(report.get("modules") or [], picture=(directory / HEAT_MAP).exists()),
-        _loading(summary, _family(config), pipeline),
+        _loading(summary, _family(config), pipeline, own_code="auto_map" in read_json(directory / "config.json")),
     ]
     card = "\n\n".join(section for section in sections if section) + "\n"
     (directory / "README.md").write_text(card, encoding="utf-8", newline="\n")
@@ -203,10 +208,10 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def _loading(summary: CheckpointSummary, family: str, pipeline: str) -> str:
+def _loading(summary: CheckpointSummary, family: str, pipeline: str, *, own_code: bool) -> str:
     """Return how to load it, and which programs can."""
     readers = [reader.name for reader in summary.readers if reader.loads]
-    text = _LOADING + _POOLING * (pipeline == "sentence-similarity") + _GGUF * (family == "gguf")
+    text = _LOADING + _POOLING * (pipeline == "sentence-similarity") + _GGUF * (family == "gguf") + _OWN_CODE * own_code
     if TRANSFORMERS in readers and family in _PACKAGES:
         text += _TRANSFORMERS.format(packages=_PACKAGES[family])
     return f"{text}\n\nLoaded by: {', '.join(readers)}. `gptqkit inspect` says why not by others."

@@ -293,6 +293,7 @@ def test_code_of_a_model_runs_only_where_it_is_trusted(tmp_path, monkeypatch):
     loaded.save_pretrained(tmp_path / "copy")
     assert gptqkit.diff(tmp_path / "out", tmp_path / "copy") == []
     (tmp_path / "ran").unlink()
+    assert "gptqkit.load(..., trust_remote_code=True)" in (tmp_path / "out" / "README.md").read_text()
     stored = json.loads((tmp_path / "out" / "config.json").read_text())
     known = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     (tmp_path / "out" / "config.json").write_text(json.dumps({**stored, **known, "auto_map": places}))

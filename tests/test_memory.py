@@ -285,6 +285,10 @@ def test_sizes_that_are_chosen_are_those_of_the_plan(folder):
 def test_a_plan_refuses_what_the_job_would(folder):
     with pytest.raises(ConfigError, match="lie in one another"):
         gptqkit.plan(folder, folder / "out")
+    with pytest.raises(ConfigError, match="a path or id is needed, not a list; give a text"):
+        gptqkit.plan(folder, [folder])
+    with pytest.raises(ConfigError, match="a path or id is needed, not a LlamaConfig; give a text"):
+        gptqkit.plan(transformers.LlamaConfig())
 
 
 def test_a_plan_takes_all_settings_as_dictionaries(folder):

@@ -164,7 +164,13 @@ def _first_line(error: Exception) -> str:
 
 
 def at_home(name: Path | str) -> Path | str:
-    """Return a path whose leading ~ stands for a home folder with that in its place; another name as it is."""
+    """Return a path whose leading ~ stands for a home folder with that in its place; another name as it is.
+
+    Raises:
+        ConfigError: Neither a text nor a path.
+    """
+    if not isinstance(name, (str, os.PathLike)):
+        raise ConfigError(f"a path or id is needed, not a {type(name).__name__}; give a text or a pathlib.Path")
     return Path(os.path.expanduser(name)) if str(name).startswith("~") else name
 
 

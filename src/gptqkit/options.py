@@ -85,10 +85,11 @@ def add_fields(group: argparse._ActionsContainer, kind: type, without: Collectio
             if "choices" in field.metadata:
                 how |= {"choices": list(field.metadata["choices"]), "metavar": None}
         text = texts[field.name] + (f" (default: {shown})" if shown is not None else "")
-        group.add_argument(f"--{option}", help=text.replace("%", "%%"), **how)
+        place = group.add_mutually_exclusive_group() if "off" in field.metadata else group
+        place.add_argument(f"--{option}", help=text.replace("%", "%%"), **how)
         if "off" in field.metadata:
             how |= {"action": "store_false", "help": f"the opposite of --{option}"}
-            group.add_argument(f"--{field.metadata['off']}", **how)
+            place.add_argument(f"--{field.metadata['off']}", **how)
 
 
 def _attribute_texts(kind: type) -> dict[str, str]:

@@ -29,10 +29,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     '; did you mean wikitext2?'
     >>> did_you_mean("q4_k_m", ("q4_k", "Q4_K_M"))
     '; did you mean Q4_K_M?'
+    >>> did_you_mean("vlm", ("transformers", "vLLM"))
+    '; did you mean vLLM?'
     """
-    known = list(known)
-    found = [name for name in known if name.lower() == word.lower()] or difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {found[0]}?" if found else ""
+    by_case = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(word.lower(), by_case, n=1)
+    return f"; did you mean {by_case[found[0]]}?" if found else ""
 
 
 _TYPES: dict[str, tuple[str, type, Callable[[Any], Any]]] = {
