@@ -8,7 +8,7 @@
 #           two shapes, every one checked; counters of three gemm kernels, where ncu is there
 #   second  this GPU's constants, written to kernels/devices (bring that file along to the next call); with them, the
 #           table of all products; the host's cost of a call
-#   third   speed of a model of 8B shapes; tests of whole models; quantizing blocks of 8B shapes; the solver's times;
+#   third   quantizing blocks of 8B shapes; speed of a model of 8B shapes; tests of whole models; the solver's times;
 #           compute-sanitizer's memcheck and racecheck on our kernels
 # Nothing needs to be installed but torch, numpy, regex and pytest; tests and quantizing of the third call need
 # transformers as in pyproject.toml and gguf too: of wheels, `pip install --target FOLDER`, and FOLDER in PYTHONPATH.
@@ -108,8 +108,8 @@ second)
     step host 30 "$python" benchmarks/host.py --out "$out"
     ;;
 third)
-    step model 220 "$python" benchmarks/model.py --out "$out" --batches 1 16 --minutes 3
     step quantizing 120 "$python" benchmarks/quantizing.py --out "$out"
+    step model 220 "$python" benchmarks/model.py --out "$out" --batches 1 16 --minutes 3
     tests 160 -m "gpu and not slow" tests/test_gpu.py tests/test_transformers.py tests/export/test_bits.py
     step solver 60 "$python" benchmarks/solver.py --repeats 2 --json "$out/solver-gpu.json"
     sanitizer=$(find_tool compute-sanitizer)
