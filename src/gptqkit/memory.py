@@ -54,7 +54,7 @@ from .quantizer.rows import PARTS
 from .run import LARGEST_BATCH, Run
 from .sensitivity import reachable
 from .settings import settings_of
-from .solving import TOGETHER
+from .solving import alike
 from .subsets import STATISTICS_BYTES, input_bytes, output_bytes
 from .targets import Target, checkpoint_bytes, find_blocks, find_head, find_targets
 from .units import size_text
@@ -302,13 +302,12 @@ def _pass_bytes(targets: list[Target], cross: bool) -> int:
 
 
 def _units(targets: Sequence[Target]) -> Iterator[list[Target]]:
-    """Yield Linears that may be solved together: of one module, as wide, and within the limit."""
-    units: dict[tuple[str, int], list[Target]] = {}
-    for number, target in enumerate(targets):
-        module = target.inner.rpartition(".")[0] if target.config.two_sided else str(number)
-        units.setdefault((module, target.shape[1]), []).append(target)
-    for unit in units.values():
-        yield from [unit] if sum(target.weights for target in unit) <= TOGETHER else [[target] for target in unit]
+    """Yield Linears that may be solved together: of one module, and as wide."""
+    same: dict[tuple[str, int], list[Target]] = {}
+    for target in targets:
+        same.setdefault((target.inner.rpartition(".")[0], target.shape[1]), []).append(target)
+    for each in same.values():
+        yield from alike(each)
 
 
 def _solver_bytes(unit: Sequence[Target], cross: bool, *, calibrated: bool) -> int:

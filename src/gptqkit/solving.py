@@ -88,7 +88,7 @@ def solve_all(
         GptqkitError: A Linear that cannot be solved, by name.
         RankError: Processes whose arithmetic differs.
     """
-    units = [(one, unit) for one in measured for unit in _alike(one.targets)]
+    units = [(one, unit) for one in measured for unit in alike(one.targets)]
     known: tuple[Measured, Moments | None] | None = None
     for start in range(0, len(units), processes.size):
         chunk = units[start : start + processes.size]
@@ -110,12 +110,12 @@ def solve_all(
                 yield one, target, merge([each.get(target.name) for each in of_all])
 
 
-def _alike(targets: Subset) -> Iterator[list[Target]]:
+def alike(targets: Subset) -> Iterator[list[Target]]:
     """Yield Linears that share an input, in order, those together that are solved as one weight."""
     unit: list[Target] = []
     for target in targets:
-        alike = bool(unit) and target.config.two_sided and target.config == unit[0].config
-        if unit and not (alike and sum(each.weights for each in [*unit, target]) <= TOGETHER):
+        same = bool(unit) and target.config.two_sided and target.config == unit[0].config
+        if unit and not (same and sum(each.weights for each in [*unit, target]) <= TOGETHER):
             yield unit
             unit = []
         unit.append(target)
