@@ -4,8 +4,8 @@
 
 Every row is the real thing from end to end: quantize, write a gptq_v2 checkpoint, reload it, run its quantized layers.
 {rtn, gptq, gptaq} x {4, 3, 2 bits} x {sym, asym} x {plain, act_group_aware, desc_act, desc_act + static_groups}, the
-sweeps as they are, damped by 0.01 as published; and gptq and qep refined, in the default order. Rounding has no order
-of columns. Rows that the JSON file already holds for the same settings are not run again.
+sweeps as they are; gptq and qep refined, and the default, in the default order; all damped by 0.01 as published.
+Rounding has no order of columns. Rows that the JSON file already holds for the same settings are not run again.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "gptaq": {"method": "gptaq", "refine_rounds": 0},
     "gptq + refined": {"method": "gptq"},
     "qep + refined": {"method": "qep"},
+    "balanced": {"quality": "balanced"},
 }
 KINDS = [
     ("rtn", "plain"),
     *itertools.product(("gptq", "gptaq"), ORDERS),
-    *itertools.product(("gptq + refined", "qep + refined"), ("act_group_aware",)),
+    *itertools.product(("gptq + refined", "qep + refined", "balanced"), ("act_group_aware",)),
 ]
 
 
