@@ -254,7 +254,7 @@ def choose_device(device: torch.device | str) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         place = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device is {device!r}; give auto, cpu, cuda or cuda:N") from error
     if place.type not in ("cpu", "cuda"):
         raise ConfigError(f"device is {device!r}; give auto, cpu, cuda or cuda:N")
