@@ -39,9 +39,11 @@ def diff(first: Path | str, second: Path | str) -> list[LayerDifference]:
     """Return what differs between two checkpoints, directories or ids on the Hub, in the order of the first.
 
     Layers are compared by the weights they stand for, so the formats may be different ones; all other tensors bit by
-    bit. Nothing is returned for what is equal.
+    bit. Nothing is returned for what is equal. Layers of other bits, groups or symmetry differ even where their weights
+    are the same, which a `distance` of 0 tells.
 
     Raises:
+        DatasetUnavailableError: One of them is not there.
         CheckpointError: One of them is damaged, or they have no layer in common.
     """
     one, other = (open_checkpoint(path) for path in (first, second))

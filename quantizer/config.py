@@ -98,8 +98,8 @@ class QuantizeConfig:
             where the Hessian is singular. By default 0.01, and sqrt(columns / tokens) of every entry of the diagonal
             besides: the fewer tokens, the less what they have in common says about other text.
         grid: How each group's grid is chosen: "minmax" spans minimum to maximum; "mse" searches for the least error of
-            the weights, weighted by diag(H); "sim" then tries the sweep itself on grids nearby, but for static groups
-            and K-quants. With "rtn" the default is "minmax".
+            the weights, weighted by diag(H); "sim" then tries the sweep itself on grids nearby, but for static groups,
+            K-quants and "rtn", which has none. With "rtn" the default is "minmax".
         alpha: Strength of the correction for earlier layers, from 0 to 1; by default 0.25 for gptaq, 0.5 for qep and
             loaq. Not for methods without it.
         refine_rounds: How often, after the sweep, every group's scale and then its codes are decided again, all others

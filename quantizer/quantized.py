@@ -30,7 +30,7 @@ class QuantizedWeight:
         sym: Whether every zero point is 2^(bits - 1) by construction.
 
     Raises:
-        ShapeError: Shapes, dtypes or group numbers that do not fit together.
+        ShapeError: Shapes or dtypes that do not fit together.
     """
 
     codes: Tensor

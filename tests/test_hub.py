@@ -119,9 +119,9 @@ def test_a_finished_checkpoint_is_uploaded_and_nothing_else(endpoint, tmp_path, 
     assert endpoint.repositories["me/small"] == files
 
 
-@pytest.mark.parametrize("name", ["", "a/b/c", "https://hub/me", "me/", "--private"])
+@pytest.mark.parametrize("name", ["", "a/b/c", "https://hub/me", "me/", "--private", True])
 def test_repositories_that_cannot_be_are_refused_before_any_work(name):
-    with pytest.raises(ConfigError, match=r"push_to_hub is '.*'; give a repository's name, such as user/name"):
+    with pytest.raises(ConfigError, match=r"push_to_hub is .*; give a repository's name, such as user/name"):
         gptqkit.Run(push_to_hub=name)
 
 

@@ -192,8 +192,8 @@ def test_bad_requests(checkpoint, tmp_path):
         load(checkpoint, device="cpu", backend="cuda")
     with pytest.raises(ConfigError, match="dtype is 'int8'"):
         load(checkpoint, device="cpu", dtype="int8")
-    for device in ("gpu", "meta", "cuda:99"):
-        with pytest.raises(ConfigError, match=f"device is '{device}'"):
+    for device in ("gpu", "meta", "cuda:99", None):
+        with pytest.raises(ConfigError, match=f"device is {device!r}"):
             load(checkpoint, device=device)
     with pytest.raises(CheckpointError, match=r"is quantized; give the float model"):
         load_float(checkpoint)

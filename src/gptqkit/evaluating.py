@@ -76,6 +76,10 @@ def evaluate(
         CalibrationError: Text that cannot be used.
         CheckpointError: Files that are damaged or contradict each other, or a pooling that is not known here.
         DatasetUnavailableError: A model or data set that cannot be found or fetched.
+        BackendError: The backend that was asked for cannot serve a layer.
+        ShapeError: A reference with another vocabulary or, of encoders, of another width.
+        NonFiniteError: Losses or embeddings that are not finite.
+        ArchitectureError: A model that transformers does not know, or one without the hidden states that are asked for.
     """
     config = settings_of(Evaluation, config or {})
     check_named(dataset, config)

@@ -50,7 +50,7 @@ def imatrix(
         model: Hub id or folder of a float model, or a loaded one.
         calibration: A `Calibration`, a dictionary of its fields, or a source as in its `source`.
         out: The GGUF file to write, in a folder that exists.
-        run: Where and how it is run.
+        run: Where and how it is run; `activations` are in RAM unless told otherwise.
         tokenizer: As for `quantize`.
         progress: Called once per module.
 

@@ -74,10 +74,11 @@ def load(
         trust_remote_code: Run the Python code that comes with the model, which transformers does not know.
 
     Raises:
+        DatasetUnavailableError: There is no such folder, nor such a model on the Hub.
         CheckpointError: Files that are damaged or contradict each other; the message names the tensor.
         ArchitectureError: A model that transformers does not know, where no code from the checkpoint may run.
         BackendError: `backend` does not exist or cannot serve a layer.
-        ConfigError: A device or dtype that cannot be.
+        ConfigError: A device or dtype that cannot be, or a revision of a folder.
     """
     check_backend(backend)
     place = choose_device(device)
@@ -254,7 +255,7 @@ def choose_device(device: torch.device | str) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         place = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device is {device!r}; give auto, cpu, cuda or cuda:N") from error
     if place.type not in ("cpu", "cuda"):
         raise ConfigError(f"device is {device!r}; give auto, cpu, cuda or cuda:N")

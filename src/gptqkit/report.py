@@ -105,7 +105,8 @@ class QuantizationReport(Plain):
         block_weights: Weights in matrices (and fused experts) of the repeated blocks.
         quantized_weights: Those among them that were quantized; the rest stays in floating point.
         device: Type of device that did the work.
-        seconds: Time from the call until the last module was solved, loading included.
+        seconds: Time of the job, from when its samples were drawn until the last module was solved; of one that was
+            interrupted, without the blocks that were begun and not finished.
         versions: Versions of the packages that took part.
         digests: What tells the model from others: digests of its config and, in part, of its weights.
         left_in_float: Linears that could not be quantized, and why.

@@ -55,5 +55,6 @@ class Run:
     def __post_init__(self) -> None:
         check_types(self)
         check_positive(self, "batch_size")
-        if self.push_to_hub is not None and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", self.push_to_hub):
-            raise ConfigError(f"push_to_hub is {self.push_to_hub!r}; give a repository's name, such as user/name")
+        name = self.push_to_hub
+        if name is not None and not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name)):
+            raise ConfigError(f"push_to_hub is {name!r}; give a repository's name, such as user/name")
