@@ -12,12 +12,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..calibration.batches import in_pieces
 from ..errors import ArchitectureError, NonFiniteError, ShapeError
 from ..progress import Progress, ProgressCallback, silent
 from ..settings import Plain
@@ -82,10 +84,17 @@ def compare_embeddings(
     """
     start = time.perf_counter()
     found: dict[int, tuple[Tensor, Tensor]] = {}
+    models, size = ((model, "model"), (reference, "reference")), batch_size
+
+    def embedded(ids: Tensor, size: int) -> list[Tensor]:
+        return [
+            torch.cat([_embed(one, part, pooling, whose) for part in torch.split(ids, size)]) for one, whose in models
+        ]
+
     longest_first = sorted(range(len(texts)), key=lambda number: -len(texts[number]))  # they need most memory
     for numbers in in_batches(longest_first, lambda number: len(texts[number]), batch_size):
         ids = torch.stack([texts[number] for number in numbers])
-        pair = _embed(model, ids, pooling, "model"), _embed(reference, ids, pooling, "reference")
+        pair, size = in_pieces(partial(embedded, ids), size)
         if pair[0].shape != pair[1].shape:
             raise ShapeError(
                 f"the reference's embeddings have {pair[1].shape[1]} dimensions, the model's {pair[0].shape[1]}; give "

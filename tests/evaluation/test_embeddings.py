@@ -71,6 +71,24 @@ def test_scores_are_those_of_one_text_at_a_time_without_the_head(pooling, batch_
     assert json.loads(json.dumps(scores.to_dict()))["rank_agreement"] == scores.rank_agreement
 
 
+def test_where_memory_runs_out_fewer_texts_go_together():
+    model, rows = tiny(0.02), []
+    whole = model.bert.forward
+
+    def forward(input_ids):
+        rows.append(len(input_ids))
+        if len(input_ids) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return whole(input_ids)
+
+    model.bert.forward = forward
+    texts = torch.randint(0, 96, (6, 8), generator=RANDOM)
+    found = compare_embeddings(model, tiny(), texts, sequence_length=8, batch_size=4)
+    expected = compare_embeddings(model, tiny(), texts, sequence_length=8, batch_size=1)
+    assert rows == [4, 2, 2, 2] + [1] * 6
+    assert found.cosine == pytest.approx(expected.cosine, abs=1e-6)
+
+
 def test_ties_share_their_rank_and_only_the_first_texts_are_ranked(monkeypatch):
     """Similarities are 0, 0.6, 0.8 and 1 only, so that most pairs are tied."""
     monkeypatch.setattr(embeddings, "RANKED", 15)
