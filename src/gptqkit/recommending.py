@@ -30,20 +30,20 @@ _LAYOUTS = (("gptq_v2", False), ("awq", False), ("compressed-tensors", False), (
 _TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q4_K_M", "Q4_K_S", "Q4_0", "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q2_K")
 
 _MEASURED = {
-    (4, 128, False): (0.0060, 1.0017),
-    (4, 128, True): (0.0068, 1.0043),
-    (3, 128, False): (0.0241, 1.0215),
-    (3, 128, True): (0.0281, 1.0172),
-    (2, 128, False): (0.1333, 1.1140),
-    (2, 128, True): (0.1597, 1.1492),
-    "Q4_K_M": (0.0039, 1.0032),
-    "Q4_0": (0.0048, 1.0037),
-    "Q3_K_M": (0.0093, 1.0091),
-    "Q2_K": (0.0492, 1.0446),
+    (4, 128, False): (0.0042, 1.0025),
+    (4, 128, True): (0.0048, 1.0019),
+    (3, 128, False): (0.0185, 1.0150),
+    (3, 128, True): (0.0201, 1.0148),
+    (2, 128, False): (0.0952, 1.0775),
+    (2, 128, True): (0.1170, 1.1078),
+    "Q4_K_M": (0.0029, 0.9997),
+    "Q4_0": (0.0036, 1.0043),
+    "Q3_K_M": (0.0079, 1.0081),
+    "Q2_K": (0.0352, 1.0268),
 }
 """KL divergence from the float model, and perplexity over its own, by bits, group size and symmetry, or by type.
 
-Of the example model on WikiText-2, by --quality fast: benchmarks/results/quality.json and llamacpp.json.
+Of the example model on WikiText-2, by --quality balanced: benchmarks/results/quality.json and llamacpp.json.
 """
 
 
