@@ -84,7 +84,8 @@ def values(kind, field):
         if field.default is not False:
             yield False, ["--" + field.metadata.get("off", "no-" + option[2:])]
     elif "choices" in field.metadata:
-        yield from ((value, [option, str(value)]) for value in field.metadata["choices"] if value != field.default)
+        others = [value for value in field.metadata["choices"] if value not in (field.default, "gguf")]  # needs a type
+        yield from ((value, [option, str(value)]) for value in others)
     else:
         kind = int if "size" in field.metadata else kinds.pop()
         value = {int: 7, float: 3.5 if field.name == "target_bits" else 0.5, str: "name"}[kind]
@@ -157,6 +158,7 @@ def test_settings_that_are_typed_in_a_form_of_their_own(settings):
         "inspect out --tensor-parallel two",
         "recommend model --memory 8GB",
         "recommend model --for vllm --memory lots",
+        "quantize model out --calibration a.txt --format gguf",
         "plan model --type Q8_0 --bits 4",
         "plan model --type Q4_K_M --group-size 128",
     ],

@@ -107,6 +107,8 @@ def from_options(arguments: argparse.Namespace, kind: type[T], **more: Any) -> T
     try:
         if "type" in given:  # the dataclass cannot tell a default from the same value given
             check_given(given["type"], given)
+        elif given.get("format") == "gguf":
+            raise ConfigError("--format gguf needs --type, such as Q4_K_M")
         return kind(**{**given, **more})
     except ConfigError as error:
         Parser(prog=f"gptqkit {arguments.command}").error(str(error))
