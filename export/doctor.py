@@ -110,7 +110,7 @@ def doctor(
     Raises:
         CheckpointError: No quantized checkpoint, or configs that cannot be read.
         ConversionError: A layer holds what `format` cannot, or the checkpoint is GGUF.
-        ConfigError: Another `format`, or `out` inside the checkpoint or around it.
+        ConfigError: Another `format`, or one without `out` or beside GPTQ's; `out` inside the checkpoint or around it.
         OutputExistsError, OSError: `out` exists, or the disk refused; nothing is left behind.
     """
     if format not in (None, *VERSIONS):
@@ -121,6 +121,8 @@ def doctor(
         raise ConversionError(f"{checkpoint} is GGUF, which is not examined; gptqkit inspect reads it")
     source = fetch(checkpoint, revision)
     target = None if out is None else Path(at_home(out))
+    if format is not None and target is None:
+        raise ConfigError(f"format is {format!r}, but nothing is to be written; give out (OUT), too")
     if target is not None:
         check_apart(source, target)
         check_target(target, overwrite=None)
@@ -136,6 +138,8 @@ def _examine(path: Path, format: str | None = None) -> _Case:
     model_config = read_json(path / "config.json")
     values = read_quantization_config(path, model_config)
     label = declared_format(values, str(path))
+    if format is not None and label not in VERSIONS:
+        raise ConfigError(f"format is {format!r}, but {path} is {label}, which has one version; leave it out")
     case = _Case(path, values, label, label, label)
     missing = [key for key in _KEYS if values.get(key) is None] if label in VERSIONS else []
     if not missing:  # else the tensors are asked first

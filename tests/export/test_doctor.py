@@ -378,10 +378,15 @@ def test_gguf_is_said_not_to_be_examined(tmp_path):
             doctor(checkpoint)
 
 
-def test_what_is_refused(write, tmp_path, capsys, faulty_disk):
+def test_what_is_refused(write, material, tmp_path, capsys, faulty_disk):
     path = write(layers(sym=True), config={"desc_act": True})
     with pytest.raises(ConfigError, match="choose one of gptq, gptq_v2"):
         doctor(path, format="awq")
+    with pytest.raises(ConfigError, match="format is 'gptq', but nothing is to be written"):
+        doctor(path, format="gptq")
+    other = material(format="compressed-tensors").write(tmp_path / "other")
+    with pytest.raises(ConfigError, match=f"{other} is compressed-tensors, which has one version"):
+        doctor(other, tmp_path / "out", format="gptq")
     with pytest.raises(ConfigError, match="lie in one another"):
         doctor(path, path / "inside")
     (tmp_path / "there").mkdir()
@@ -391,4 +396,4 @@ def test_what_is_refused(write, tmp_path, capsys, faulty_disk):
     faulty_disk("incomplete")
     assert cli.main(["doctor", str(path), str(tmp_path / "out")]) == 1
     assert re.search("reads back differently", capsys.readouterr().err)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["damaged", "there"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["damaged", "other", "there"]
