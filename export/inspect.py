@@ -84,8 +84,8 @@ def inspect(path: Path | str, *, revision: str | None = None, tensor_parallel: i
         ConfigError: `tensor_parallel` is no positive number.
         OSError: A file that cannot be read.
     """
-    if tensor_parallel < 1:
-        raise ConfigError(f"tensor_parallel is {tensor_parallel}; give the number of GPUs, 1 or more")
+    if not isinstance(tensor_parallel, int) or tensor_parallel < 1:
+        raise ConfigError(f"tensor_parallel is {tensor_parallel!r}; give the number of GPUs, 1 or more")
     checkpoint = open_checkpoint(path, revision=revision, weights=False)
     declared, specs = checkpoint.declared, checkpoint.layers.values()
     tensors, plain = checkpoint.tensors, checkpoint.plain_names

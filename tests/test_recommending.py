@@ -103,6 +103,7 @@ def test_layouts_that_leave_layers_in_floating_point_come_last(tmp_path):
         (transformers.FalconConfig(**SIZE), "llama.cpp", ArchitectureError, "'falcon' are not written as GGUF"),
         (transformers.LlamaConfig(**SIZE), "lama.cpp", ConfigError, "did you mean llama.cpp"),
         (transformers.LlamaConfig(**SIZE), "vllm", ConfigError, "context is 65; this model takes 1 to 64 tokens"),
+        (transformers.LlamaConfig(**SIZE), "vllm", ConfigError, "context is '9'; this model takes 1 to 64 tokens"),
     ],
 )
 def test_refusals(tmp_path, config, reader, error, why):
@@ -111,7 +112,7 @@ def test_refusals(tmp_path, config, reader, error, why):
     ]
     config.save_pretrained(tmp_path)
     with pytest.raises(error, match=why):
-        gptqkit.recommend(tmp_path, PLENTY, reader, context=65 if "65" in why else None)
+        gptqkit.recommend(tmp_path, PLENTY, reader, context={"65;": 65, "'9';": "9"}.get(why.split()[2]))
 
 
 def test_layouts_that_cannot_hold_the_model_are_no_choice(tmp_path):

@@ -105,7 +105,8 @@ def recommend(
 
     Raises:
         DoesNotFitError: Nothing fits; the message says what the smallest needs.
-        ConfigError: The program loads this model in no format, or is not known; a memory that is no size.
+        ConfigError: The program loads this model in no format, or is not known; a memory that is no size, or more
+            context than the model takes.
         GptqkitError: A model that cannot be quantized; see `errors`.
     """
     names, memory = {name.lower(): name for name in READERS}, bytes_of("memory", memory)
@@ -114,8 +115,8 @@ def recommend(
     empty = open_empty(fetch(model, revision, weights=False))
     most = getattr(empty.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     context = min(most, 4096) if context is None else context
-    if not 0 < context <= most:
-        raise ConfigError(f"context is {context}; this model takes 1 to {most} tokens")
+    if not isinstance(context, int) or not 0 < context <= most:
+        raise ConfigError(f"context is {context!r}; this model takes 1 to {most} tokens")
     cache = cache_bytes(empty.model.config, context)
     source = shlex.join([str(model), *(["--revision", revision] if revision else [])])
     found, refused = [], dict[str, None]()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gptqkit.errors import ConfigError
 from gptqkit.export.inspect import inspect
 from gptqkit.quantizer.config import ModuleOverride
 from support.weights import random_weight
@@ -25,6 +26,9 @@ def test_sizes_by_hand(material, tmp_path):
     assert (summary.format, summary.bits, summary.group_sizes) == ("gptq_v2", {3: 4}, {32: 4})
     assert summary.writer.startswith("gptqkit:")
     assert json.loads(json.dumps(summary.to_dict()))["quantized_layers"] == 4
+    for count in (0, 1.5, "2"):
+        with pytest.raises(ConfigError, match=f"tensor_parallel is {count!r}; give the number of GPUs"):
+            inspect(tmp_path / "out", tensor_parallel=count)
 
 
 def refusals(path, **how):
