@@ -70,9 +70,10 @@ def write_card(directory: Path, source: Path) -> None:
     """
     report, summary, pipeline = read_json(directory / REPORT), inspect(directory), pipeline_tag(directory)
     model, config = report.get("model"), report["config"]
-    kind = f"{config.get('type') or str(config['bits']) + '-bit'} {_family(config).upper()}"
+    bits = max(summary.bits, key=lambda bits: summary.bits[bits])  # of most layers, where they were chosen
+    kind = f"{config.get('type') or f'{bits}-bit'} {_family(config).upper()}"
     sections = [
-        _front_matter(model, config, pipeline, _inherited(source / "README.md")),
+        _front_matter(model, [_family(config), "gptqkit", f"{bits}-bit"], pipeline, _inherited(source / "README.md")),
         f"# {str(model).rsplit('/', 1)[-1]}, {kind}" if model else f"# {kind} checkpoint",
         _settings(report, config, summary),
         _floats(summary, report.get("left_in_float") or {}),
@@ -126,10 +127,9 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and value.isprintable() and bool(value)
 
 
-def _front_matter(model: object, config: Mapping[str, Any], pipeline: str, inherited: Mapping[str, Any]) -> str:
+def _front_matter(model: object, tags: Sequence[str], pipeline: str, inherited: Mapping[str, Any]) -> str:
     """Return YAML that the Hub reads; with a base model only where the name is one of the Hub's."""
-    values: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": pipeline, **inherited}
-    values["tags"] = [_family(config), "gptqkit", f"{config['bits']}-bit"]
+    values: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": pipeline, **inherited, "tags": tags}
     if isinstance(model, str) and model.count("/") == 1 and all(model.split("/")):
         values |= {"base_model": model, "base_model_relation": "quantized"}
     return f"---\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}---"
@@ -137,7 +137,7 @@ def _front_matter(model: object, config: Mapping[str, Any], pipeline: str, inher
 
 def _settings(report: Mapping[str, Any], config: Mapping[str, Any], summary: CheckpointSummary) -> str:
     size, samples, version = config["group_size"], report.get("samples"), (report.get("versions") or {}).get("gptqkit")
-    own = ("quality", "method", "desc_act", "act_group_aware", "static_groups", "damp_percent")
+    own = ("target_bits", "target_size", "quality", "method", "desc_act", "act_group_aware", "static_groups")
     sizes = [size or -1] if (size or -1) in summary.group_sizes else summary.group_sizes  # what was asked for, or is
     rows = {
         "bits": config["bits"],
@@ -145,7 +145,7 @@ def _settings(report: Mapping[str, Any], config: Mapping[str, Any], summary: Che
         "symmetric": config["sym"],
         "format": config["format"],
         "type": config.get("type"),
-        **{name: config.get(name) for name in own},
+        **{name: config.get(name) for name in (*own, "damp_percent")},
         **{f"override of `{pattern}`": _override(own) for pattern, own in (config.get("overrides") or {}).items()},
         "calibration": f"{samples} samples of {report.get('sequence_length')} tokens" if samples else None,
         "seed": report.get("seed"),

@@ -108,6 +108,15 @@ def test_the_programs_are_those_that_inspect_names_also_after_converting(materia
     assert found["out"] != found["v1"]
 
 
+def test_bits_that_were_chosen_are_those_of_most_layers(material, tmp_path):
+    made = material(target_bits=3.5, overrides={"0.*q_proj": ModuleOverride(bits=4), "": ModuleOverride(bits=3)})
+    card = (made.write(tmp_path / "out") / "README.md").read_text()
+    assert inspect(tmp_path / "out").bits == {3: 3, 4: 1}
+    assert ", 3-bit GPTQ\n" in card
+    assert front_matter(card)["tags"][-1] == "3-bit"
+    assert "| target_bits | 3.5 |" in card
+
+
 def test_what_is_not_known_is_left_out(material, tmp_path):
     made = material()
     made.report = {"model": "local-model"}
