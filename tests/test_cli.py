@@ -304,7 +304,7 @@ def test_one_reader_answers_by_its_exit_code(example_model, tmp_path, capsys):
     shown, said = capsys.readouterr()
     assert shown.startswith("vLLM: does not load it\n  because it serves 4 and 8 bits, not 3")
     assert said == f"gptqkit: error: vLLM does not load {tmp_path / 'out'}\n"
-    assert cli.main([*command, "sglang"]) == 0
+    assert cli.main([*command, "SGLang"]) == 0
     assert capsys.readouterr().out.startswith("SGLang: loads it\n  mind that it has fast kernels for symmetric")
     assert cli.main([*command, "sglang", "--tensor-parallel", "4", "--json"]) == 1  # of 4 heads and 2 of keys
     answer = json.loads(capsys.readouterr().out)

@@ -121,7 +121,9 @@ def _add_readers(parsers: Any) -> None:
     """Add the commands that run no model."""
     advise = _add_command(parsers, commands.recommend, "model", "--revision", "--json")
     advise.add_argument("--memory", metavar="SIZE", type=size, required=True, help="memory there is, such as 8GB")
-    advise.add_argument("--for", dest="reader", choices=_READERS, required=True, help="the program that is to load it")
+    advise.add_argument(
+        "--for", dest="reader", type=str.lower, choices=_READERS, required=True, help="the program that is to load it"
+    )
     tokens = "tokens whose keys and values must fit, too (default: what the model takes, up to 4096)"
     advise.add_argument("--context", metavar="N", type=int, help=tokens)
 
@@ -139,7 +141,7 @@ def _add_readers(parsers: Any) -> None:
 
     look = _add_command(parsers, commands.inspect, "checkpoint", "--revision", "--json")
     one = "say of one program whether it loads the checkpoint, what is in the way, and what it costs; 1 if it does not"
-    look.add_argument("--for", dest="reader", choices=_READERS, help=one)
+    look.add_argument("--for", dest="reader", type=str.lower, choices=_READERS, help=one)
     gpus = "GPUs between which vLLM or SGLang is to share every layer (default: 1)"
     look.add_argument("--tensor-parallel", metavar="N", type=int, default=1, help=gpus)
 
