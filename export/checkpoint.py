@@ -286,7 +286,7 @@ def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clean_tokenizer_config(path: Path) -> None:
-    """Leave out where the tokenizer came from on this machine."""
+    """Leave out where the tokenizer came from on this machine, and write the rest so that every version reads it."""
     private = ("name_or_path", "tokenizer_file", "is_local", "local_files_only")
     if path.exists():
         values = json.loads(path.read_bytes())
@@ -295,6 +295,9 @@ def _clean_tokenizer_config(path: Path) -> None:
             kept["tokenizer_class"] = "PreTrainedTokenizerFast"
         if isinstance(kept.get("extra_special_tokens"), list):
             kept["additional_special_tokens"] = kept.pop("extra_special_tokens")
+        code = kept.get("auto_map")
+        if isinstance(code, dict) and isinstance(code.get("AutoTokenizer"), str):  # which version 5 writes, not reads
+            kept["auto_map"] = {**code, "AutoTokenizer": [code["AutoTokenizer"], None]}
         if kept != values:
             write_json(path, kept)
 

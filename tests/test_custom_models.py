@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 
 import pytest
 import torch
@@ -258,9 +259,33 @@ def test_what_does_not_run_backwards_needs_the_quality_fast(tmp_path):
     quantize(custom(WritesOver), tmp_path / "fast", quality="fast")
 
 
-def test_code_of_a_model_runs_only_where_it_is_trusted(tmp_path, monkeypatch):
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """The place of transformers' copies of code that comes with models."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_tokenizer_that_brings_its_code_is_written_and_read_where_it_is_trusted(example_model, tmp_path):
+    model, out, text = tmp_path / "model", tmp_path / "out", ["Call me Ishmael. " * 50]
+    save(build("llama", vocab_size=4096), model)
+    shutil.copy(example_model / "tokenizer.json", model)
+    (model / "own.py").write_text("import transformers\nclass Own(transformers.PreTrainedTokenizerFast):\n    pass\n")
+    places = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (model / "tokenizer_config.json").write_text(json.dumps(places))
+    trusting, how = {"trust_remote_code": True}, {"sequence_length": 16, "max_windows": 2}
+    calibration = {"source": text, "samples": 2, "sequence_length": 16}
+    gptqkit.quantize(model, calibration, out, {"quality": "fast", "group_size": 32}, run=trusting)
+    for tokenizer in (None, model):
+        with pytest.raises(ArchitectureError, match="trust_remote_code"):
+            gptqkit.evaluate(out, text, how, tokenizer=tokenizer)
+        assert gptqkit.evaluate(out, text, {**how, **trusting}, tokenizer=tokenizer).windows == 2
+    assert type(gptqkit.load(out, **trusting)[1]).__name__ == "Own"
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_code_of_a_model_runs_only_where_it_is_trusted(tmp_path):
     model = tmp_path / "model"
     save(build("mistral"), model)
     (model / "code.py").write_text(

@@ -90,7 +90,8 @@ def evaluate(
     folders = [each for each in (model, reference) if isinstance(each, Path)]
     folder = model if isinstance(model, Path) else None
     model, own_tokenizer = _open(model, config, config.backend)
-    tokenizer = own_tokenizer if tokenizer is None else open_tokenizer(tokenizer)
+    code = config.trust_remote_code
+    tokenizer = own_tokenizer if tokenizer is None else open_tokenizer(tokenizer, trust_remote_code=code)
     check_text_to_text(model)
     encoder = is_encoder(model, folder)
     if encoder and reference is None:
