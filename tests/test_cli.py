@@ -141,6 +141,8 @@ def test_settings_that_are_typed_in_a_form_of_their_own(settings):
         "quantize model out --bits 5",
         "inspect folder --js",
         "quantize model out --desc-act --act-group-aware",
+        "plan model --no-two-sided --two-sided",
+        "imatrix model out --calibration a.txt --concatenate --no-concatenate",
         "quantize model out --sym --asym",
         "quantize model out --calibration a.txt --samples 0",
         "quantize model out --shard-size 8XB",

@@ -72,11 +72,9 @@ def add_fields(group: argparse._ActionsContainer, kind: type, without: Collectio
             continue
         option, shown = field.name.replace("_", "-"), cast(Any, field.default)
         how: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
+        opposite = None if base != "bool" or shown is False else field.metadata.get("off", f"no-{option}")
         if base == "bool":
-            how["action"] = (
-                "store_true" if shown is False or "off" in field.metadata else argparse.BooleanOptionalAction
-            )
-            shown = "on" if shown else None
+            how["action"], shown = "store_true", "on" if shown else None
         elif "size" in field.metadata:
             how |= {"type": size, "metavar": "SIZE"}
             shown = None if shown is None else size_text(shown).replace(".00 ", "")
@@ -85,11 +83,11 @@ def add_fields(group: argparse._ActionsContainer, kind: type, without: Collectio
             if "choices" in field.metadata:
                 how |= {"choices": list(field.metadata["choices"]), "metavar": None}
         text = texts[field.name] + (f" (default: {shown})" if shown is not None else "")
-        place = group.add_mutually_exclusive_group() if "off" in field.metadata else group
+        place = group.add_mutually_exclusive_group() if opposite else group
         place.add_argument(f"--{option}", help=text.replace("%", "%%"), **how)
-        if "off" in field.metadata:
+        if opposite:
             how |= {"action": "store_false", "help": f"the opposite of --{option}"}
-            place.add_argument(f"--{field.metadata['off']}", **how)
+            place.add_argument(f"--{opposite}", **how)
 
 
 def _attribute_texts(kind: type) -> dict[str, str]:
