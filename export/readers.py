@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
 from .autoround import PACKING
 from .bits import codes_per_unit
 from .formats import READERS, Declared, LayerSpec
@@ -127,10 +129,12 @@ def _common_rules(facts: Facts) -> Rules:
     unlike = _unlike(layers, facts.skipped) if format_ != "gguf" else ""  # which servers do not read at all
     headless = _outside(layers) and model.get("tie_word_embeddings")
     packed = facts.quantization_config.get(PACKING)
+    own_code = "auto_map" in model and model.get("model_type") not in CONFIG_MAPPING_NAMES
     elsewhere = "reads GGUF only; quantize with --type, or convert symmetric grids to gguf"
     return [
         (OTHERS, untried, f"was tried with causal language models only, not with {_listed(untried)}"),
         (OTHERS, packed, f"was not tried with auto-round's own files; convert to {format_}"),
+        (OTHERS, own_code, "was not tried with models that bring their own code"),
         (OTHERS, experts, "was not tried with mixtures of experts in this format"),
         (SERVERS, unlike, f"needs the parts of {unlike} quantized alike; give them the same settings"),
         (

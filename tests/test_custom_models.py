@@ -292,11 +292,11 @@ def test_code_of_a_model_runs_only_where_it_is_trusted(tmp_path):
         f"open({str(tmp_path / 'ran')!r}, 'w').close()\n"
         "import transformers\n"
         "class Config(transformers.MistralConfig):\n    model_type = 'own'\n"
-        "class Model(transformers.MistralForCausalLM):\n    config_class = Config\n"
+        "class OwnForCausalLM(transformers.MistralForCausalLM):\n    config_class = Config\n"
     )
     config = json.loads((model / "config.json").read_text())
-    own = {"model_type": "own", "architectures": ["Model"]}
-    places = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    own = {"model_type": "own", "architectures": ["OwnForCausalLM"]}
+    places = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.OwnForCausalLM"}
     (model / "config.json").write_text(json.dumps({**config, **own, "auto_map": places}))
     with pytest.raises(ArchitectureError):
         quantize(model, tmp_path / "out")
@@ -318,9 +318,12 @@ def test_code_of_a_model_runs_only_where_it_is_trusted(tmp_path):
     loaded.save_pretrained(tmp_path / "copy")
     assert gptqkit.diff(tmp_path / "out", tmp_path / "copy") == []
     (tmp_path / "ran").unlink()
-    assert "gptqkit.load(..., trust_remote_code=True)" in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "gptqkit.load(..., trust_remote_code=True)" in card
+    assert "\nLoaded by: gptqkit. " in card
     stored = json.loads((tmp_path / "out" / "config.json").read_text())
     known = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     (tmp_path / "out" / "config.json").write_text(json.dumps({**stored, **known, "auto_map": places}))
     gptqkit.load(tmp_path / "out", device="cpu")
     assert not (tmp_path / "ran").exists()
+    assert gptqkit.inspect(tmp_path / "out").reader("transformers").loads
