@@ -22,7 +22,7 @@ from gptqkit.run import Run
 COMMANDS = {
     gptqkit.QuantizeConfig: ("quantize model out", "plan model"),
     gptqkit.Calibration: ("quantize model out --calibration a.txt", "plan model"),
-    Run: ("quantize model out",),
+    Run: ("quantize model out --push-to-hub me/model",),
     gptqkit.Evaluation: ("evaluate model --dataset a.txt", "compare model --dataset a.txt"),
 }
 QUANTIZE = ["quantize", "model", "out"]
@@ -97,13 +97,13 @@ def test_every_setting_is_an_option_and_has_the_default_of_its_class(kind, setti
     fields = [field for field in dataclasses.fields(kind) if field.name not in ("overrides", "source")]
     assert fields
     for command in COMMANDS[kind]:
-        source = {}
+        source = {"push_to_hub": "me/model"} if kind is Run else {}
         if kind is gptqkit.Calibration:
             source["source"] = "a.txt" if "--calibration" in command else None
         assert settings(command.split())[kind] == kind(**source)
         for field in fields:
             for value, words in values(kind, field):
-                assert settings([*command.split(), *words])[kind] == kind(**{field.name: value}, **source)
+                assert settings([*command.split(), *words])[kind] == kind(**{**source, field.name: value})
 
 
 def test_settings_that_are_typed_in_a_form_of_their_own(settings):
@@ -135,6 +135,7 @@ def test_settings_that_are_typed_in_a_form_of_their_own(settings):
         "plan model --evaluate-on a.txt",
         "plan model --push-to-hub me/model",
         "plan model --strict",
+        "quantize model out --private",
         "imatrix model out --calibration a.txt --resume",
         "quantise model out",
         "quantize model",

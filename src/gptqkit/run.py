@@ -55,6 +55,8 @@ class Run:
     def __post_init__(self) -> None:
         check_types(self)
         check_positive(self, "batch_size")
+        if self.private and self.push_to_hub is None:
+            raise ConfigError("private is that of a new repository; give push_to_hub, too")
         name = self.push_to_hub
         if name is not None and not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name)):
             raise ConfigError(f"push_to_hub is {name!r}; give a repository's name, such as user/name")
