@@ -50,6 +50,8 @@ def convert(
     Raises:
         CheckpointError: `source` is damaged or no checkpoint that is read here.
         ConversionError: `source` has that format already, or holds what the format cannot.
+        ArchitectureError: A model that is not written as GGUF.
+        DatasetUnavailableError: There is no such directory, nor such a model on the Hub.
         ConfigError: An unknown format, a `shard_size` that is none, or a target inside the source or around it.
         OutputExistsError: `target` exists, and `overwrite` is not set or it holds no quantized model.
         OSError: The disk refused; nothing is left behind.

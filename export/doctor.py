@@ -108,6 +108,7 @@ def doctor(
         revision: Branch, tag or commit of a checkpoint on the Hub.
 
     Raises:
+        DatasetUnavailableError: There is no such directory, nor such a model on the Hub.
         CheckpointError: No quantized checkpoint, or configs that cannot be read.
         ConversionError: A layer holds what `format` cannot, or the checkpoint is GGUF.
         ConfigError: Another `format`, or one without `out` or beside GPTQ's; `out` inside the checkpoint or around it.

@@ -80,6 +80,7 @@ def inspect(path: Path | str, *, revision: str | None = None, tensor_parallel: i
         tensor_parallel: Number of GPUs between which a server is to share every layer.
 
     Raises:
+        DatasetUnavailableError: There is no such directory, nor such a model on the Hub.
         CheckpointError: The checkpoint is damaged, contradictory or of an unknown format.
         ConfigError: `tensor_parallel` is no positive number.
         OSError: A file that cannot be read.
