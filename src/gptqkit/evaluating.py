@@ -89,9 +89,8 @@ def evaluate(
         reference = fetch(reference)
     folders = [each for each in (model, reference) if isinstance(each, Path)]
     folder = model if isinstance(model, Path) else None
-    model, own_tokenizer = _open(model, config, config.backend)
-    code = config.trust_remote_code
-    tokenizer = own_tokenizer if tokenizer is None else open_tokenizer(tokenizer, trust_remote_code=code)
+    model, own = _open(model, config, config.backend)
+    tokenizer = own if tokenizer is None else open_tokenizer(tokenizer, trust_remote_code=config.trust_remote_code)
     check_text_to_text(model)
     encoder = is_encoder(model, folder)
     if encoder and reference is None:
