@@ -137,7 +137,8 @@ def _front_matter(model: object, tags: Sequence[str], pipeline: str, inherited: 
 
 def _settings(report: Mapping[str, Any], config: Mapping[str, Any], summary: CheckpointSummary) -> str:
     size, samples, version = config["group_size"], report.get("samples"), (report.get("versions") or {}).get("gptqkit")
-    own = ("target_bits", "target_size", "quality", "method", "desc_act", "act_group_aware", "static_groups")
+    own = ["target_bits", "target_size", "quality", "method"]
+    own += ["desc_act", "act_group_aware", "static_groups", "damp_percent"]
     sizes = [size or -1] if (size or -1) in summary.group_sizes else summary.group_sizes  # what was asked for, or is
     rows = {
         "bits": config["bits"],
@@ -145,7 +146,7 @@ def _settings(report: Mapping[str, Any], config: Mapping[str, Any], summary: Che
         "symmetric": config["sym"],
         "format": config["format"],
         "type": config.get("type"),
-        **{name: config.get(name) for name in (*own, "damp_percent")},
+        **{name: config.get(name) for name in own},
         **{f"override of `{pattern}`": _override(own) for pattern, own in (config.get("overrides") or {}).items()},
         "calibration": f"{samples} samples of {report.get('sequence_length')} tokens" if samples else None,
         "seed": report.get("seed"),

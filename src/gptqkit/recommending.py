@@ -43,7 +43,8 @@ _MEASURED = {
 }
 """KL divergence from the float model, and perplexity over its own, by bits, group size and symmetry, or by type.
 
-Of the example model on WikiText-2, by --quality balanced: benchmarks/results/quality.json and llamacpp.json.
+Of the example model on WikiText-2, by --quality balanced: benchmarks/results/quality.json, damped by
+0.01, and llamacpp.json.
 """
 
 
