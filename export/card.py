@@ -37,7 +37,7 @@ _POOLING = "\n\nThe model returns hidden states of tokens; pool them as `1_Pooli
 
 _OWN_CODE = """
 
-Its config names Python code that comes with it, which runs only if asked for:
+A config names Python code that comes with it, which runs only if asked for:
 `gptqkit.load(..., trust_remote_code=True)`."""
 
 _TRANSFORMERS = """
@@ -79,7 +79,7 @@ def write_card(directory: Path, source: Path) -> None:
         _floats(summary, report.get("left_in_float") or {}),
         _perplexity(report.get("perplexity") or []),
         _errors(report.get("modules") or [], picture=(directory / HEAT_MAP).exists()),
-        _loading(summary, _family(config), pipeline, own_code="auto_map" in read_json(directory / "config.json")),
+        _loading(summary, _family(config), pipeline, own_code=_own_code(directory)),
     ]
     card = "\n\n".join(section for section in sections if section) + "\n"
     (directory / "README.md").write_text(card, encoding="utf-8", newline="\n")
@@ -98,6 +98,12 @@ def pipeline_tag(directory: Path) -> str:
     if "vision_config" in config:
         return "image-text-to-text"
     return "text2text-generation" if config.get("is_encoder_decoder") is True else "text-generation"
+
+
+def _own_code(directory: Path) -> bool:
+    """Whether the model's config or the tokenizer's names code that comes with it."""
+    files = [directory / name for name in ("config.json", "tokenizer_config.json")]
+    return any("auto_map" in read_json(file) for file in files if file.exists())
 
 
 def _family(config: Mapping[str, Any]) -> str:

@@ -81,16 +81,20 @@ class Checkpoint:
     @in_plain_modes
     def weight(self, name: str) -> QuantizedWeight:
         """Return the codes, scales and offsets of a quantized layer; CheckpointError for values of no use."""
-        if name not in self.layers:
-            raise CheckpointError(f"{self.path} has no quantized layer {name!r}; it has {some(self.layers)}")
+        self._check(name)
         return self.format.unpack(name, self.tensors.below(name, self.format.suffixes), self.layers[name])
 
     def bias(self, name: str) -> Tensor | None:
         """Return the bias of a quantized layer, where it has one; CheckpointError for values of no use."""
+        self._check(name)
         bias = self.tensors.below(name, ("bias",)).get("bias")
         if bias is not None and not bias.isfinite().all():
             raise CheckpointError(f"{name}.bias holds NaN or infinity; fetch the files again")
         return bias
+
+    def _check(self, name: str) -> None:
+        if name not in self.layers:
+            raise CheckpointError(f"{self.path} has no quantized layer {name!r}; it has {some(self.layers)}")
 
 
 @in_plain_modes

@@ -282,6 +282,7 @@ def test_a_tokenizer_that_brings_its_code_is_written_and_read_where_it_is_truste
             gptqkit.evaluate(out, text, how, tokenizer=tokenizer)
         assert gptqkit.evaluate(out, text, {**how, **trusting}, tokenizer=tokenizer).windows == 2
     assert type(gptqkit.load(out, **trusting)[1]).__name__ == "Own"
+    assert "gptqkit.load(..., trust_remote_code=True)" in (out / "README.md").read_text()
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -300,8 +301,11 @@ def test_code_of_a_model_runs_only_where_it_is_trusted(tmp_path):
     (model / "config.json").write_text(json.dumps({**config, **own, "auto_map": places}))
     with pytest.raises(ArchitectureError):
         quantize(model, tmp_path / "out")
+    with pytest.raises(ArchitectureError, match="--trust-remote-code"):
+        gptqkit.recommend(model, "1GB", "gptqkit")
     assert not (tmp_path / "ran").exists()
     trusting = {"trust_remote_code": True}
+    assert " --trust-remote-code " in gptqkit.recommend(model, "1GB", "gptqkit", **trusting)[0].command
     config, text = {"quality": "fast", "bits": 2, "group_size": 32, "tune_epochs": 2}, samples().input_ids
     report = gptqkit.quantize(model, text, tmp_path / "out", config, run=trusting, evaluate_on=text).report
     assert report.tuning.divergence < report.tuning.divergence_before  # so they were loaded

@@ -203,15 +203,15 @@ def _asked(calibration: Calibration | None) -> dict[str, Any]:
 
 @contextmanager
 def explained_memory() -> Iterator[None]:
-    """Say what helps where memory runs out with a single sample."""
+    """Say what helps where memory runs out and smaller batches do not help."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, GptqkitError) or not out_of_memory(error):  # another process says so itself
             raise
         raise DoesNotFitError(
-            f"out of memory with one sample per batch ({str(error).splitlines()[0]}); use --activations disk "
-            "(activations='disk'), --quality fast, or fewer or shorter samples"
+            f"out of memory ({str(error).splitlines()[0]}); use --activations disk (activations='disk'), --batch-size "
+            "1, --quality fast, or fewer or shorter samples"
         ) from error
 
 

@@ -126,6 +126,9 @@ def _add_readers(parsers: Any) -> None:
     )
     tokens = "tokens whose keys and values must fit, too (default: what the model takes, up to 4096)"
     advise.add_argument("--context", metavar="N", type=int, help=tokens)
+    advise.add_argument(
+        "--trust-remote-code", action="store_true", help="run the Python code that comes with the model"
+    )
 
     report = _add_command(parsers, commands.report)
     report.add_argument("checkpoint", metavar="OUT", type=path, help="folder that holds quantization_report.json")

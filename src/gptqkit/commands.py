@@ -89,7 +89,7 @@ def rotate(arguments: argparse.Namespace) -> None:
 def recommend(arguments: argparse.Namespace) -> None:
     """Show which formats and widths of a model fit into a memory."""
     _quieten_libraries(arguments.verbose)
-    how = {"context": arguments.context, "revision": arguments.revision}
+    how = {name: getattr(arguments, name) for name in ("context", "revision", "trust_remote_code")}
     found = gptqkit.recommend(arguments.model, arguments.memory, arguments.reader, **how)
     rows = [choice.to_dict() for choice in found]
     print(json.dumps(rows, indent=2) if arguments.json else recommendation_table(rows))

@@ -59,6 +59,9 @@ def imatrix(
         GptqkitError: Settings, text, model or files that do not fit; see `errors`.
     """
     run, out = settings_of(Run, run or {}), Path(at_home(out))
+    for name in ("resume", "push_to_hub"):
+        if getattr(run, name):
+            raise ConfigError(f"{name} is of checkpoints, not of an importance matrix; leave it out")
     calibration = calibration_of(calibration)
     if os.path.lexists(out) and not run.overwrite:
         raise OutputExistsError(f"{out} exists already; choose another file, or overwrite it (--overwrite)")

@@ -45,6 +45,7 @@ from .export.formats import find_format
 from .export.shards import JOINED_BYTES
 from .fisher import AT_ONCE, SAMPLES
 from .hub import at_home, fetch
+from .learning import BATCH as LEARNED_AT_ONCE
 from .loading import choose_device
 from .modes import in_plain_modes
 from .pipeline import PROBE
@@ -57,6 +58,7 @@ from .settings import settings_of
 from .solving import alike
 from .subsets import STATISTICS_BYTES, input_bytes, output_bytes
 from .targets import Target, checkpoint_bytes, find_blocks, find_head, find_targets
+from .tuning import BATCH as TUNED_AT_ONCE
 from .units import size_text
 
 _LOG = logging.getLogger("gptqkit")
@@ -201,7 +203,7 @@ def estimate(
     statistics = max(_pass_bytes(part, cross) for part in parts) if shape else 0
     forward = _forward_bytes([target for part in targets for target in part], tokens, width, dtype, paired)
     solver = max(_solver_bytes(unit, cross, calibrated=shape is not None) for part in parts for unit in _units(part))
-    learning = _learning_bytes(model, parts, config, dtype, (samples, length))
+    learning, tuning = _backward_bytes(model, parts, config, dtype, (samples, length))
     work = {
         "one block": block * (1 + paired),
         "outside the blocks": _bytes(model, dtype) - _bytes(blocks, dtype),
@@ -221,6 +223,8 @@ def estimate(
     needs: dict[str, dict[str, int]] = {"RAM": {**work, **ram} if on_cpu else ram}
     if not on_cpu:
         needs["GPU memory"] = {**work, **{name: size * (place == "device") for name, size in kept.items()}}
+    computes = needs["RAM" if on_cpu else "GPU memory"]
+    computes["tuning, when these are gone"] = max(0, tuning - sum(computes.values()))
     on_disk = {"hidden states": 2 * states * processes, "gradients": gradients * processes * (place == "disk")}
     needs["disk"] = {"checkpoint": output, "files to be joined": output * _made_again(parts, config, run), **on_disk}
     return MemoryEstimate(
@@ -328,14 +332,14 @@ def _solver_bytes(unit: Sequence[Target], cross: bool, *, calibrated: bool) -> i
     return moments + max(factor, sweep, refined) + kept
 
 
-def _learning_bytes(
+def _backward_bytes(
     model: Any,
     parts: Sequence[Sequence[Target]],
     config: QuantizeConfig,
     dtype: torch.dtype,
     shape: Sequence[int],
-) -> int:
-    """Return what learned rounding takes beside a block, or what tuning the scales takes, if that is more.
+) -> tuple[int, int]:
+    """Return what learned rounding or `two_sided` takes beside a block, and what tuning the scales takes in all.
 
     Backpropagation keeps about six tensors as wide as a block is at its widest, of each sample and block, and of logits
     five; tuning also stretched weights and, where these are narrower, their float32 originals. Where memory runs out,
@@ -344,15 +348,17 @@ def _learning_bytes(
     (samples, length), (*blocks, _) = shape, parts
     kept = [6 * max((sum(target.shape) for target in part), default=0) * dtype.itemsize * length for part in blocks]
     logits = 4 * length * model.config.get_text_config().vocab_size
-    runs_backwards = config.two_sided or config.learn_iterations > 0
-    learning = max(kept) * min(2, samples)  # also for what two_sided measures
+    learning = tuning = 0
     if config.learn_iterations:
-        learning += 20 * max(sum(target.weights for target in part) for part in blocks)
+        codes = max(sum(target.weights for target in part) for part in blocks)
+        learning = max(kept) * min(LEARNED_AT_ONCE, samples) + 20 * codes
     if config.two_sided:
-        learning = max(learning, 4 * logits)
-    stretched = (dtype.itemsize + 4 * (dtype.itemsize < 4)) * sum(target.weights for part in parts for target in part)
-    tuning = 2 * _bytes(model, dtype) + stretched + (sum(kept) + 5 * logits) * min(4, samples)
-    return int(max(learning * runs_backwards, tuning * (config.tune_epochs > 0)))
+        learning = max(learning, max(kept) * min(AT_ONCE, samples), 4 * logits)
+    if config.tune_epochs:
+        weights = sum(target.weights for part in parts for target in part)
+        stretched = (dtype.itemsize + 4 * (dtype.itemsize < 4)) * weights
+        tuning = 2 * _bytes(model, dtype) + stretched + (sum(kept) + 5 * logits) * min(TUNED_AT_ONCE, samples)
+    return learning, tuning
 
 
 def _available_gpu(device: torch.device) -> int:

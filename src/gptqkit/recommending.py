@@ -91,6 +91,7 @@ def recommend(
     *,
     context: int | None = None,
     revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> list[Choice]:
     """Return the formats and widths of a model that a program loads and that fit into its memory, the best first.
 
@@ -103,6 +104,7 @@ def recommend(
         reader: The program, one of `READERS` in any case.
         context: Tokens; None for what the model can take, up to 4096.
         revision: Branch, tag or commit on the Hub.
+        trust_remote_code: Run the Python code that comes with the model.
 
     Raises:
         DoesNotFitError: Nothing fits; the message says what the smallest needs.
@@ -113,13 +115,14 @@ def recommend(
     names, memory = {name.lower(): name for name in READERS}, bytes_of("memory", memory)
     if reader.lower() not in names:
         raise ConfigError(f"{reader!r} is none of {', '.join(READERS)}{did_you_mean(reader, READERS)}")
-    empty = open_empty(fetch(model, revision, weights=False))
+    empty = open_empty(fetch(model, revision, weights=False), trust_remote_code=trust_remote_code)
     most = getattr(empty.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     context = min(most, 4096) if context is None else context
     if not isinstance(context, int) or not 0 < context <= most:
         raise ConfigError(f"context is {context!r}; this model takes 1 to {most} tokens")
     cache = cache_bytes(empty.model.config, context)
-    source = shlex.join([str(model), *(["--revision", revision] if revision else [])])
+    how = [*(["--revision", revision] if revision else []), *["--trust-remote-code"] * trust_remote_code]
+    source = shlex.join([str(model), *how])
     found, refused = [], dict[str, None]()
     for plans in _plans(empty, names[reader.lower()]):
         refused |= dict.fromkeys(why for _, _, answer in plans for why in answer.reasons)

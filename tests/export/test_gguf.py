@@ -405,6 +405,9 @@ def test_an_importance_matrix_is_the_sum_of_squares_of_inputs(tmp_path):
     assert field(tmp_path / "imatrix.gguf", "imatrix.chunk_count") == 3
     with pytest.raises(ConfigError, match=r"there is no folder .*missing; make it"):
         gptqkit.imatrix("nowhere", calibration, tmp_path / "missing" / "imatrix.gguf")
+    for name, value in (("resume", True), ("push_to_hub", "user/name")):
+        with pytest.raises(ConfigError, match=f"{name} is of checkpoints"):
+            gptqkit.imatrix("nowhere", calibration, tmp_path / "new.gguf", run={name: value})
 
 
 def test_what_fits_into_no_gguf_file_is_left_out_of_an_importance_matrix_and_named(tmp_path, caplog):

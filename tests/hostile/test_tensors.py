@@ -50,8 +50,9 @@ def test_values_and_names_that_nobody_could_use(build):
             open_checkpoint(build({f"{NAME}.bias": torch.full((32,), value).half()})).bias(NAME)
     with pytest.raises(CheckpointError, match="no tensor 'nowhere'"):
         checkpoint.tensor("nowhere")
-    with pytest.raises(CheckpointError, match="no quantized layer 'nowhere'"):
-        checkpoint.weight("nowhere")
+    for read in (checkpoint.weight, checkpoint.bias):
+        with pytest.raises(CheckpointError, match="no quantized layer 'nowhere'"):
+            read("nowhere")
     with pytest.raises(CheckpointError, match=r"lost\.qweight is missing"):
         open_checkpoint(build({"lost.g_idx": torch.zeros(4, dtype=WORDS)}))
     nothing = {f"{NAME}.{key}": None for key in ("qweight", "qzeros", "scales", "g_idx")}
