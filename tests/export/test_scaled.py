@@ -55,6 +55,12 @@ def test_fp8_tensors_are_multiplied_by_their_scales(rows, columns, suffix, tile,
     assert torch.equal(shards.mapped_anew(["a.weight"]).slice("a.weight")[...], values)
 
 
+def test_one_scale_per_row_may_be_a_vector(tmp_path):
+    codes, scales, values = as_fp8(torch.randn(40, 52, generator=torch.Generator().manual_seed(3)), 1, 52)
+    shards = scaled(tmp_path, {"a.weight": codes, "a.weight_scale": scales.flatten()})
+    assert torch.equal(shards.get("a.weight"), values)
+
+
 def test_scales_that_are_powers_of_two(tmp_path):
     codes = torch.full((4, 64), 1.5).to(FP8)
     shards = scaled(tmp_path, {"a.weight": codes, "a.weight_scale_inv": torch.tensor([[124, 130]] * 4).byte()})

@@ -1,5 +1,7 @@
 """Two-level grids: decided per super-block from compensated weights, ordinary GPTQ columns on them."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -97,6 +99,30 @@ def test_the_search_weighs_by_importance(kind):
     assert lost[0].sum() < 0.9 * lost[1].sum()
     assert bool((fitted.scale != 0).all())
     assert lost[0][1] == 0
+
+
+def least_error(weight, importance, bits, most):
+    """Least weighted error, (rows,), over many d and dmin, every group with the best of all multiples of them."""
+    low, high = weight.amin((0, 1)), (weight.amax(0) - weight.amin(0)).amax(0)
+    factors = torch.linspace(0.6, 1.1, 9)
+    d = (high / (2**bits - 1) / most * factors[:, None]).half().float()[:, None, None, None]
+    dmin = (-low / most * factors[:, None]).half().float()[None, :, None, None]
+    lost = torch.full((len(factors), len(factors), *weight.shape[1:]), torch.inf)
+    for rise, fall in itertools.product(range(1, most + 1), range(most + 1)):
+        scale, offset = rise * d, -fall * dmin
+        rounded = ((weight - offset) / scale).round().clamp(0, 2**bits - 1) * scale + offset
+        lost = torch.minimum(lost, ((rounded - weight).square() * importance[..., None]).sum(2))
+    return lost.sum(2).amin((0, 1))
+
+
+def test_two_level_grids_are_nearly_the_best_of_all():
+    generator = torch.Generator().manual_seed(0)
+    sizes = 0.5 + torch.rand(16, 6, generator=generator)
+    weight, importance = torch.randn(16, 16, 6, generator=generator) * sizes, torch.rand(16, 16, generator=generator)
+    block = BLOCKS["q2_k"]
+    found = block.snap.fit(weight, bits=2, sym=False, importance=importance**2)
+    lost = ((found.decode(found.encode(weight)) - weight).square() * importance[..., None] ** 2).sum((0, 1))
+    assert lost.sum() < 1.05 * least_error(weight, importance**2, 2, 15).sum()
 
 
 def test_one_input_may_feed_blocks_of_several_sizes():
