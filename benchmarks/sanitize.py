@@ -41,18 +41,16 @@ def run_products(device: torch.device) -> None:
 
 
 def run_sweeps(device: torch.device, library: KernelLibrary) -> None:
-    """The sweep with grids that it fits, searches for or is given, for GPTQ and GPTAQ, with a ragged block of rows."""
+    """The sweep of GPTQ and GPTAQ, with a ragged block of rows."""
     rows, group_size = 70, 20
-    for columns, bits, sym, gptaq in itertools.product(COLUMNS, BITS, (False, True), (False, True)):
+    for columns, bits, gptaq in itertools.product(COLUMNS, BITS, (False, True)):
         upper = torch.eye(columns, device=device) + torch.rand(columns, columns, device=device).triu(1) / columns
-        importance = torch.rand(columns, device=device)
         group = (torch.arange(columns, device=device) // group_size).int()
-        scale, zero = torch.empty(2, -(-columns // group_size), rows, device=device).unbind()
-        for search, given in ((None, None), (importance, None), (None, group)):
-            block = torch.randn(columns, rows, device=device)
-            shift, codes = upper.triu(1) if gptaq else None, torch.empty_like(block, dtype=torch.uint8)
-            tensors = (block, upper, shift, search, given, scale, zero, codes, torch.empty_like(block))
-            sweep_block(library, Sweep(*tensors), group_size=group_size, bits=bits, sym=sym, min_zero=0)
+        scale, zero = torch.rand(2, -(-columns // group_size), rows, device=device).unbind()
+        block = torch.randn(columns, rows, device=device)
+        shift, codes = upper.triu(1) if gptaq else None, torch.empty_like(block, dtype=torch.uint8)
+        tensors = (block, upper, shift, group, scale, zero.round(), codes, torch.empty_like(block))
+        sweep_block(library, Sweep(*tensors), bits=bits)
 
 
 def run_large(device: torch.device) -> None:

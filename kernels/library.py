@@ -67,7 +67,7 @@ _SIGNATURES = {
     "kernel": [POINTER(LayerRecord), c_int, c_void_p],
     "gemm": [c_void_p, c_void_p, c_int64, *[c_void_p] * 3, c_int, c_int, c_void_p],
     "dequantize": [c_void_p, c_void_p, c_int, c_int, c_void_p],
-    "sweep": [*[c_void_p] * 10, *[c_int] * 6, c_void_p],
+    "sweep": [*[c_void_p] * 9, *[c_int] * 3, c_void_p],
 }
 
 

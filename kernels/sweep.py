@@ -42,26 +42,20 @@ class Sweep(NamedTuple):
     block: Tensor
     inverse: Tensor
     shift: Tensor | None
-    importance: Tensor | None
-    group: Tensor | None
+    group: Tensor
     scale: Tensor
     zero: Tensor
     codes: Tensor
     values: Tensor
 
 
-def sweep_block(
-    library: KernelLibrary, tensors: Sweep, *, group_size: int, bits: int, sym: bool, min_zero: int
-) -> Tensor:
+def sweep_block(library: KernelLibrary, tensors: Sweep, *, bits: int) -> Tensor:
     """Round the columns of a block in turn, each one's error moved onto later ones.
 
     Args:
         library: See `sweep_library`.
-        tensors: `block`, (columns, rows), `codes` and `values` are written; without `group`, `scale` and `zero` too.
-        group_size: Columns of a group whose grid is fitted here, where no `group` is given.
+        tensors: Of which `block`, (columns, rows), `codes` and `values` are written.
         bits: Of the codes.
-        sym: Whether fitted zero points are fixed at 2^(bits-1).
-        min_zero: The least zero point that may be fitted.
 
     Returns:
         (w_i - q_i) / U_ii of every column i, (columns, rows) float32.
@@ -88,5 +82,5 @@ def sweep_block(
     on_gpu = block.device.type == "cuda"  # else the emulator
     with torch.cuda.device(block.device) if on_gpu else nullcontext():
         stream = torch.cuda.current_stream().cuda_stream if on_gpu else None
-        library.run("sweep", *pointers, columns, rows, group_size, bits, int(sym), min_zero, stream)
+        library.run("sweep", *pointers, columns, rows, bits, stream)
     return scaled

@@ -45,13 +45,13 @@ class IntegerZeroPoint:
     def __call__(self, scale: Tensor, offset: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
         """Return the scale as float16 holds it, normal and finite, and the offset of the nearest zero point."""
         max_code = 2**bits - 1
-        stored = _as_float16(scale)
+        stored = as_float16(scale)
         if offset is None:
             return stored, stored * -(2 ** (bits - 1))
         zero = (-offset / stored).round_().clamp_(self.least, max_code).add_(0.0)  # 0, never -0, as it is read back
         if self.least:
             high = (scale * max_code + offset).clamp_(min=0)
-            wider = _as_float16(torch.maximum(stored, high / (max_code - self.least)))
+            wider = as_float16(torch.maximum(stored, high / (max_code - self.least)))
             stored = torch.where(zero == self.least, wider, stored)
         return stored, -(zero * stored)
 
@@ -108,14 +108,15 @@ def fit_grid(
     """Return the grid of one group for every row.
 
     Without `importance` the grid spans minimum to maximum: asymmetric s = (hi - lo) / (2^b - 1), offset = lo, zero
-    always representable; symmetric s = 2 max|w| / (2^b - 1), offset = -2^(b-1) s. With it, shrunken ranges and, where
-    asymmetric, offsets one scale away are tried, and every row keeps the one of least `GroupGrid.error`. Every
-    candidate is snapped to what the file can hold before it is used.
+    always representable; symmetric |s| = 2 max|w| / (2^b - 1), offset = -2^(b-1) s, s below 0 where the largest weight
+    is positive, so that the side that reaches one step further is its own. With it, shrunken ranges and, where
+    asymmetric, offsets one scale away are tried, where symmetric, scales of the other sign, and every row keeps the one
+    of least `GroupGrid.error`. Every candidate is snapped to what the file can hold before it is used.
 
     Args:
         weight: (columns, rows) of one group, float; or (columns, groups, rows) of several.
         bits: Bits per code.
-        sym: Symmetric grids; where the snap is `signed`, the extra step is on the side of the largest weight.
+        sym: Symmetric grids.
         snap: What the file can hold.
         importance: (columns,) or (columns, groups): weight of each column's error, such as the Hessian's
             (conditional) diagonal.
@@ -126,15 +127,12 @@ def fit_grid(
     max_code = 2**bits - 1
     low = weight.amin(0).clamp_(max=0)
     high = weight.amax(0).clamp_(min=0)
-    sign = torch.where(high > -low, -1.0, 1.0).to(weight.dtype) if sym and getattr(snap, "signed", False) else None
-    if sym:
-        high = torch.maximum(-low, high)
-        low = -high
     whole = high - low
+    if sym:
+        whole = torch.where(high > -low, -2.0, 2.0) * torch.maximum(-low, high)
 
     def shrunk(share: Tensor) -> GroupGrid:
-        scale, offset = whole * (share / max_code), low * share
-        return GroupGrid(*snap(scale if sign is None else scale * sign, None if sym else offset, bits), max_code)
+        return GroupGrid(*snap(whole * (share / max_code), None if sym else low * share, bits), max_code)
 
     if importance is None:
         return shrunk(torch.ones_like(whole))
@@ -143,6 +141,8 @@ def fit_grid(
         return grid.error(weight, importance, tight=tight)
 
     coarse, fine = (beside(each, whole) for each in ((_TIGHT_COARSE, _TIGHT_FINE) if tight else (_COARSE, _FINE)))
+    if sym:  # the further step on the other side
+        coarse = torch.cat([coarse, -coarse])
     _, first = best_of(shrunk(coarse), weight, error)
     share = coarse.flatten()[first]
     grid, _ = best_of(shrunk(share + fine), weight, error)
@@ -219,7 +219,7 @@ def _constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.devi
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-def _as_float16(scale: Tensor) -> Tensor:
-    """Return `scale` rounded to float16, kept normal and finite, in its own dtype."""
-    limits = torch.finfo(torch.float16)
-    return scale.clamp(limits.tiny, limits.max).half().to(scale.dtype)
+def as_float16(scale: Tensor, least: float = torch.finfo(torch.float16).tiny) -> Tensor:
+    """Return `scale` rounded to float16, kept finite and, by default, normal, in its own dtype."""
+    size = scale.abs().clamp(least, torch.finfo(torch.float16).max).half().to(scale.dtype)
+    return torch.where(scale < 0, -size, size)

@@ -59,7 +59,7 @@ class LearnedWeight:
         gradient = gradient.float() if self._back is None else gradient.float()[:, torch.argsort(self._back)]
         self._slope.mul_(_MOMENTUM).add_(gradient.reshape(self._position.shape))
         along = (self._slope * self._codes().mul_(self._scale).add_(self._offset)).sum(-1, keepdim=True)
-        # GGUF's symmetric grids may have negative scales. A code beyond the end of its grid stays there however moved.
+        # Symmetric grids may have negative scales. A code beyond the end of its grid stays there however moved.
         self._move.sub_(self._slope.sign().mul_(self._scale.sign()), alpha=step).clamp_(-0.5, 0.5)
         if self._snap is not None:
             self._stretch.sub_(along.sign_(), alpha=scale_step)

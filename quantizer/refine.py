@@ -153,14 +153,13 @@ class _Descent:
             block=latent,
             inverse=self._inverse[number],
             shift=shift,
-            importance=None,
             group=self._alike,
             scale=grid.scale.unsqueeze(0),
             zero=grid.zero.unsqueeze(0),
             codes=codes,
             values=after,
         )
-        sweep_block(library, sweep, group_size=len(inner), bits=self._weight.bits, sym=False, min_zero=0)
+        sweep_block(library, sweep, bits=self._weight.bits)
         latent += grid.rest
         self.codes[part] = codes.to(values.dtype)
         moved = grid.decode(self.codes[part]) - values

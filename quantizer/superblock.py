@@ -14,22 +14,17 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from .grid import GroupGrid, beside, best_of, fit_grid
+from .grid import GroupGrid, as_float16, beside, best_of, fit_grid
 
 _AROUND = (0.0, 1.0, -1.0, 2.0, -2.0, 3.0, -3.0)  # whole multiples tried around the nearest one
 _REFITS = 2  # of d and dmin: 3 to 4% less weighted error; without offsets it would be less than 1%
 _LEAST, _MOST = 2.0**-24, 65504.0  # of float16; d of small weights is below its normal numbers
+_as_float16 = partial(as_float16, least=_LEAST)
 
 
 @dataclass(frozen=True)
 class Float16Offset:
-    """A `Snap`: float16 scales, negative ones too, and float16 offsets (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0).
-
-    Attributes:
-        signed: Symmetric grids reach one step further on one side; the sign of the scale chooses the side.
-    """
-
-    signed: bool = True
+    """A `Snap`: float16 scales, negative ones too, and float16 offsets (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0)."""
 
     def __call__(self, scale: Tensor, offset: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
         """Return both as float16 holds them."""
@@ -127,8 +122,3 @@ def _refit(grid: GroupGrid, unit: Tensor, floor: Tensor, weight: Tensor, importa
     found = (u * c - v * b) / determinant, (u * b - v * a) / determinant
     good = [torch.where((new > 0) & new.isfinite(), new, old) for new, old in zip(found, (unit, floor), strict=True)]
     return _as_float16(good[0]), _as_float16(good[1])
-
-
-def _as_float16(values: Tensor) -> Tensor:
-    """Return `values` rounded to float16, kept finite and away from 0, in their own dtype."""
-    return torch.where(values < 0, -1.0, 1.0) * values.abs().clamp(_LEAST, _MOST).half().to(values.dtype)

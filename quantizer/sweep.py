@@ -6,7 +6,7 @@ All rows go at once, so everything inside is held columns first: (in, out). Name
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -53,10 +53,6 @@ class ColumnSweep:
         """Sweep all columns; return the sum of ((w_i - q_i) R_ii)^2 of every row, which equals E Hd ET, (rows,)."""
         target, importance = self.target, upper.diagonal().square()
         self._library = sweep_library(target)
-        fits = self._library is not None and not self.order.static and self.group_size <= block_size <= MOST_COLUMNS
-        # The kernel fits such grids itself.
-        fits &= isinstance(self.snap, IntegerZeroPoint)
-        fits &= self.config.grid == "minmax" or (self.config.grid == "mse" and not self.tight)
         error = torch.empty_like(target)  # E = W - Q
         current = self.rounded  # w at the moment it was rounded
         if current is None and shift is not None:
@@ -72,8 +68,7 @@ class ColumnSweep:
             if start:
                 block.addmm_(inverse.T, upper[:start, start:stop].T @ error[:start])
             inner = None if shift is None else shift[start:stop, start:stop]
-            sweep = self._sweep_block_fused if fits else self._sweep_block
-            scaled = sweep(block, start, inverse, inner, importance)
+            scaled = self._sweep_block(block, start, inverse, inner, importance)
             loss += scaled.square().sum(0, dtype=torch.float64)
             if current is not None:
                 current[start:stop] = block
@@ -148,52 +143,25 @@ class ColumnSweep:
         group = torch.zeros(len(block), dtype=torch.int32, device=block.device)
         if len(number) > 1:
             group.copy_(torch.tensor([number[grid] for grid in grids]))
-        fitted: dict[str, Any] = {"importance": None, "group": group, "scale": scale, "zero": zero}
+        sweep = Sweep(
+            block=block,
+            inverse=inverse.contiguous(),
+            shift=None if shift is None else shift.contiguous(),
+            group=group,
+            scale=scale,
+            zero=zero,
+            codes=codes,
+            values=values,
+        )
         if isinstance(self.snap, IntegerZeroPoint):
-            return self._run_kernel(block, codes, values, inverse, shift, **fitted)
+            return sweep_block(cast(KernelLibrary, self._library), sweep, bits=self.config.bits)
         rest = torch.stack([grid.rest for grid in number])[group]
         block -= rest if shift is None else rest - shift.T @ rest
-        scaled = self._run_kernel(block, codes, values, inverse, shift, **fitted)
+        scaled = sweep_block(cast(KernelLibrary, self._library), sweep, bits=self.config.bits)
         block += rest
         offset = torch.stack([grid.offset for grid in number])[group]
         torch.addcmul(offset, codes.to(scale.dtype), scale[group], out=values)
         return scaled
-
-    def _sweep_block_fused(
-        self, block: Tensor, start: int, inverse: Tensor, shift: Tensor | None, importance: Tensor
-    ) -> Tensor:
-        """Do what `_sweep_block` does in one kernel, the fitting of grids as well."""
-        positions = slice(start, start + len(block))
-        first = self._group[positions][:: self.group_size]  # the groups in the order of the sweep
-        scale, zero = block.new_empty(2, len(first), block.shape[1]).unbind()
-        judges = importance[positions] if self.config.grid == "mse" else None
-        free = {"importance": judges, "group": None, "scale": scale, "zero": zero}
-        scaled = self._run_kernel(block, self.codes[positions], self.values[positions], inverse, shift, **free)
-        for group, one, its_zero in zip(first, scale, zero, strict=True):
-            self.grids[group] = GroupGrid(one, -((its_zero + 0.0) * one), 2**self.config.bits - 1)
-        return scaled
-
-    def _run_kernel(
-        self,
-        block: Tensor,
-        codes: Tensor,
-        values: Tensor,
-        inverse: Tensor,
-        shift: Tensor | None,
-        **grids: Tensor | None,
-    ) -> Tensor:
-        """Sweep the columns of `block` in one kernel, on grids as `Sweep` takes them."""
-        tensors: dict[str, Any] = {"block": block, "inverse": inverse.contiguous(), **grids}
-        tensors["shift"] = None if shift is None else shift.contiguous()
-        sweep, config = Sweep(codes=codes, values=values, **tensors), self.config
-        return sweep_block(
-            cast(KernelLibrary, self._library),
-            sweep,
-            group_size=self.group_size,
-            bits=config.bits,
-            sym=config.sym,
-            min_zero=self.snap.least if isinstance(self.snap, IntegerZeroPoint) else 0,
-        )
 
     def _begin_group(
         self, position: int, block: Tensor, inverse: Tensor, shift: Tensor | None, importance: Tensor

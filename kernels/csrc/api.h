@@ -85,11 +85,8 @@ GPTQKIT_API int gptqkit_dequantize(const struct gptqkit_layer *layer, void *dens
 
 // One block of GPTQ's column sweep, see sweep.cu: all tensors float32 but group (int32) and codes (uint8), row-major.
 // block comes up to date and leaves as the weights when they were rounded; codes, values and scaled (w - q) / U are
-// written. With `group`, scale and zero [any][rows] are given; without, a grid is fitted every group_size columns and
-// written to them. shift may be NULL (GPTQ); importance may be NULL (grids span minimum to maximum). columns: at most
-// 384.
+// written; scale and zero are [any][rows]. shift may be NULL (GPTQ). columns: at most 384.
 GPTQKIT_API int gptqkit_sweep(float *block /*[columns, rows]*/, const float *inverse /*[columns, columns]*/,
-                              const float *shift /*[columns, columns] or NULL*/,
-                              const float *importance /*[columns] or NULL*/, const int32_t *group /*[columns] or NULL*/,
-                              float *scale, float *zero, uint8_t *codes, float *values, float *scaled, int columns,
-                              int rows, int group_size, int bits, int sym, int min_zero, void *stream);
+                              const float *shift /*[columns, columns] or NULL*/, const int32_t *group /*[columns]*/,
+                              const float *scale, const float *zero, uint8_t *codes, float *values, float *scaled,
+                              int columns, int rows, int bits, void *stream);

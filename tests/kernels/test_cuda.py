@@ -119,9 +119,10 @@ def test_unit_inputs_read_off_the_weight_exactly(place, bits, dtype):
     """Also the proof that the hardware multiplies subnormal float16 operands, on which the kernel counts."""
     device, _, kind = place
     for zeros in ({}, {"zeros": 0}, {"zeros": 2**bits}):
-        # Any positive float16 scale for which no weight overflows, subnormal ones too.
+        # Any float16 scale but 0 for which no weight overflows, subnormal ones too.
         scale = torch.randint(1, 0x5BF0, (160, 6), generator=torch.Generator().manual_seed(1), dtype=torch.int16)
-        weight = make_weight(bits, 160, 96, 16, scale=scale.view(torch.float16).float(), **zeros)
+        scale = scale.view(torch.float16).float() * (torch.arange(6) % 2 * 2 - 1)
+        weight = make_weight(bits, 160, 96, 16, scale=scale, **zeros)
         layer = kind(weight.to(device), None, dtype)
         unit = torch.eye(96, dtype=dtype, device=device)
         for rows in (unit[:8], unit):

@@ -65,6 +65,22 @@ def test_the_search_never_raises_the_weighted_error_of_any_row(bits, sym, tight)
     assert error(searched).sum() < (0.97 if bits == 4 else 0.9) * error(plain).sum()
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_symmetric_grids_are_nearly_the_best_of_both_signs(bits):
+    """Of all float16 scales that come into question, negative ones too: the side of the further step matters."""
+    w, importance = weights(), torch.rand(16, generator=torch.Generator().manual_seed(1))
+    found = fit_grid(w, bits=bits, sym=True, importance=importance, tight=True)
+    lost = [importance @ (found.decode(found.encode(w)) - w).square()]
+    for share in torch.linspace(-1.1, 1.1, 200):
+        scale = (2 * w.abs().amax(0) * share / (2**bits - 1)).half().float()
+        level = (w / scale).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        lost.append(importance @ (level * scale - w).square())
+    least = torch.stack(lost).amin(0).sum()
+    assert lost[0].sum() < 1.05 * least
+    positive = torch.stack(lost[101:]).amin(0).sum()
+    assert positive > 1.02 * lost[0].sum()
+
+
 def test_a_column_of_great_importance_is_met_more_closely():
     w = weights()
     importance = torch.ones(16)
@@ -82,7 +98,7 @@ def test_grids_that_need_not_be_tight_clip_less(sym):
     clipped = []
     for tight in (True, False):
         grid = fit_grid(w, bits=2, sym=sym, importance=importance, tight=tight)
-        clipped.append(int(((grid.decode(grid.encode(w)) - w).abs() > 0.51 * grid.scale).sum()))
+        clipped.append(int(((grid.decode(grid.encode(w)) - w).abs() > 0.51 * grid.scale.abs()).sum()))
     assert clipped[1] < 0.6 * clipped[0]
 
 

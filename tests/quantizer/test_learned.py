@@ -69,7 +69,7 @@ def test_steps_are_signs_of_the_gradients_of_rounded_latents(settings):
 
 @pytest.mark.parametrize("kind", ["q4_0", "q8_0", "q3_k", "q6_k"])
 def test_codes_on_negative_scales_go_down_the_gradients_too(kind):
-    """Rows of which the largest weight is positive have negative scales in GGUF's symmetric blocks."""
+    """Symmetric groups of which the largest weight is positive have negative scales."""
     config = QuantizeConfig(type=kind, learn_iterations=1, quality="fast")
     weight = torch.randn(ROWS, 256, generator=torch.Generator().manual_seed(0))
     solution = find_method("gptq").solve(weight, Moments(hessian=torch.eye(256)), config, find_snap(config))
@@ -103,7 +103,7 @@ def test_ways_are_shorter_on_finer_grids(bits):
         gradients=lambda values: {name: up for name, _ in values},
         score=lambda values: [list(values), next(scores)][1],
     ).weights["only"]
-    way = 0.3 * 2 / bits * 41 / 40
+    way = 0.3 * 2 / bits * 41 / 40 * its.scale.sign()[:, index]
     assert torch.equal(found.codes, (position + way).round().clamp(0, 2**bits - 1).to(torch.uint8))
     assert not torch.equal(found.codes, its.codes)
 
@@ -158,7 +158,8 @@ def test_zero_points_stay_where_float16_ends(sym, version):
         for factor in (least, 1.0, most):
             found = stretched(solved, torch.full_like(solved.scale, factor).log(), snap_of(config))
             assert torch.equal(found.zero_point(), solved.zero_point())
-            wanted = (solved.scale * factor).clamp(torch.finfo(torch.float16).tiny, torch.finfo(torch.float16).max)
+            limits = torch.finfo(torch.float16)
+            wanted = solved.scale.sign() * (solved.scale.abs() * factor).clamp(limits.tiny, limits.max)
             assert torch.allclose(found.scale, wanted, rtol=2**-10, atol=0)
             assert torch.equal(found.scale.half().float(), found.scale)
 

@@ -99,7 +99,7 @@ def test_a_scale_that_the_file_can_only_hold_worse_stays():
     start = solve_gptq(weight, hessian, settings).weight
 
     def powers(scale, _, bits):
-        stored = scale.log2().round().exp2()
+        stored = scale.sign() * scale.abs().log2().round().exp2()
         return stored, stored * -(2 ** (bits - 1))
 
     def losses(found):

@@ -34,7 +34,7 @@ CASES = (
     (20, 96, 352, 64, 2, True),
     (66, 288, 96, 16, 1, True),
 )
-LARGEST_ERROR = 1.05
+LARGEST_ERROR = 1.06
 """Of the dense product's. Measured: 0.6 to 0.9 for up to 16 tokens, whose weights are not rounded, 1.0 for more."""
 
 
@@ -47,6 +47,7 @@ def make_weight(bits=4, rows=64, columns=96, group_size=32, least_zero=0, zeros=
     generator = torch.Generator().manual_seed(seed)
     if scale is None:
         scale = (torch.rand(rows, -(-columns // group_size), generator=generator) / 50 + 1e-3).half().float()
+        scale *= torch.randint(0, 2, scale.shape, generator=generator) * 2 - 1
     zero = torch.randint(least_zero, least_zero + 2**bits, scale.shape, generator=generator)
     zero = zero if zeros is None else torch.full_like(zero, zeros)
     return QuantizedWeight(

@@ -13,6 +13,7 @@ def random_weight(bits=4, rows=64, columns=96, group_size=32, *, sym=False, act_
     least, largest = zeros or (1, 2**bits - 1)
     zero = torch.randint(least, largest + 1, (rows, -(-columns // size)), generator=generator)
     scale = (torch.rand(zero.shape, generator=generator) / 7 + 1e-4).half().float()
+    scale *= torch.randint(0, 2, scale.shape, generator=generator) * 2 - 1
     order = torch.randperm(columns, generator=generator) if act_order else torch.arange(columns)
     return QuantizedWeight(
         codes=torch.randint(0, 2**bits, (rows, columns), generator=generator, dtype=torch.uint8),
