@@ -80,7 +80,8 @@ class QuantizeConfig:
             or halves of it down to 32, or stay in floating point, as it matters most, but for modules that have an
             override.
         target_size: Instead of that, the most that all tensors of the checkpoint may take, in bytes or such as "4GB".
-        sym: Symmetric or asymmetric grids: the zero point is fixed at 2^(bits-1), or chosen for every group.
+        sym: Symmetric or asymmetric grids: the zero point is fixed at 2^(bits-1), and scales may be negative, or it is
+            chosen for every group.
         quality: "fast" solves every layer with gptq and refines it; "balanced" takes loaq, simulated grids and
             two_sided; "best" also learns the rounding of every block in 40 steps, and tunes the scales of the whole
             model. Each sets `method`, `grid`, `refine_rounds`, `two_sided`, `learn_iterations` and `tune_epochs`, where

@@ -37,18 +37,6 @@ template <> DEVICE float to_float<Float16>(uint16_t bits) {
 }
 template <> DEVICE float to_float<BFloat16>(uint16_t bits) { return __uint_as_float(uint32_t(bits) << 16); }
 
-template <class T> DEVICE uint16_t from_float(float value);
-template <> DEVICE uint16_t from_float<Float16>(float value) {
-    uint16_t bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
-template <> DEVICE uint16_t from_float<BFloat16>(float value) {
-    uint16_t bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
-
 // Both halves of a pair, in one instruction.
 template <class T> DEVICE uint32_t pair_from_floats(float low, float high);
 template <> DEVICE uint32_t pair_from_floats<Float16>(float low, float high) {
