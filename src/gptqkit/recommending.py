@@ -36,10 +36,10 @@ _MEASURED = {
     (3, 128, True): (0.0201, 1.0148),
     (2, 128, False): (0.0952, 1.0775),
     (2, 128, True): (0.1170, 1.1078),
-    "Q4_K_M": (0.0029, 0.9997),
-    "Q4_0": (0.0036, 1.0043),
-    "Q3_K_M": (0.0079, 1.0081),
-    "Q2_K": (0.0352, 1.0268),
+    "Q4_K_M": (0.0028, 1.0004),
+    "Q4_0": (0.0034, 1.0001),
+    "Q3_K_M": (0.0074, 1.0065),
+    "Q2_K": (0.0343, 1.0225),
 }
 """KL divergence from the float model, and perplexity over its own, by bits, group size and symmetry, or by type.
 
