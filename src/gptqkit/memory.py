@@ -210,20 +210,16 @@ def estimate(
         "statistics of inputs": statistics,
         "forward pass, solver or learning": max(forward, solver, learning),
     }
-    machine = {
-        "RAM": None if (free := available_ram()) is None else free // processes,
-        "GPU memory": None if on_cpu else _available_gpu(device),
-        "disk": _free_disk(folder),
-    }
+    machine = _available(device, folder, processes)
     place = run.activations if run.activations != "auto" else _choose(states + gradients, work, machine)
     in_ram = place == "memory" or (on_cpu and place == "device")
-    results = round(max(sum(1.7 * target.weights for target in part) for part in parts))
     kept = {"hidden states": states, "gradients": gradients}
-    ram = {"quantized weights": results, **{name: size * in_ram for name, size in kept.items()}}
+    ram = {name: size * in_ram for name, size in kept.items()}
+    ram["quantized weights"] = round(1.7 * max(sum(target.weights for target in part) for part in parts))
     needs: dict[str, dict[str, int]] = {"RAM": {**work, **ram} if on_cpu else ram}
     if not on_cpu:
         needs["GPU memory"] = {**work, **{name: size * (place == "device") for name, size in kept.items()}}
-    computes = needs["RAM" if on_cpu else "GPU memory"]
+    computes = needs["RAM" if on_cpu else "GPU memory"]  # in what the work is done
     computes["tuning, when these are gone"] = max(0, tuning - sum(computes.values()))
     on_disk = {"hidden states": 2 * states * processes, "gradients": gradients * processes * (place == "disk")}
     needs["disk"] = {"checkpoint": output, "files to be joined": output * _made_again(parts, config, run), **on_disk}
@@ -236,6 +232,12 @@ def estimate(
         source_bytes=_bytes(model, stored),
         output_bytes=output,
     )
+
+
+def _available(device: torch.device, folder: Path, processes: int) -> dict[str, int | None]:
+    """Return the bytes that there are for one process; None where that is not known."""
+    ram, gpu = available_ram(), None if device.type == "cpu" else _available_gpu(device)
+    return {"RAM": None if ram is None else ram // processes, "GPU memory": gpu, "disk": _free_disk(folder)}
 
 
 def available_ram(root: Path = Path("/")) -> int | None:
