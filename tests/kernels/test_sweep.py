@@ -178,8 +178,8 @@ def sweep(place, weight, inverse, grids, *, bits, shift=None):
         (17, 31, 4, True),  # the last segment is short
         (37, 45, 7, True),
         (64, 32, 16, False),
-        (170, 3, 85, True),  # more than 48 KiB of shared memory
-        (384, 2, 128, True),
+        (170, 3, 85, True),
+        (384, 2, 128, True),  # this and the next: more than 48 KiB of shared memory
         (250, 2, 50, False),
     ],
 )
