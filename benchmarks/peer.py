@@ -3,7 +3,7 @@
     python benchmarks/peer.py PROGRAM MODEL --tokens FILE --out FOLDER --settings JSON [--group-size N]
 
 Tokens are a safetensors file with one int64 tensor `input_ids` (windows, length). Prints the seconds from the loaded
-program to the written checkpoint. Asymmetric.
+program to the written checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def gptqmodel(model: str, input_ids: Tensor, out: Path, settings: dict[str, Any]
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
     from gptqmodel.quantization import FORMAT
 
-    config = QuantizeConfig(**settings, sym=False, format=FORMAT.GPTQ_V2, device="cpu", offload_to_disk=False)
+    config = QuantizeConfig(**settings, format=FORMAT.GPTQ_V2, device="cpu", offload_to_disk=False)
     quantizer = GPTQModel.load(model, config, dtype=torch.float32)
     windows = [{"input_ids": row.tolist(), "attention_mask": [1] * len(row)} for row in input_ids]
     quantizer.quantize(windows, batch_size=8, backend=BACKEND.GPTQ_TORCH)
@@ -40,7 +40,7 @@ def llmcompressor(model: str, input_ids: Tensor, out: Path, settings: dict[str, 
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from llmcompressor_write import write
 
-    how = {"strategy": "group", "symmetric": False, **settings}
+    how = {"strategy": "group", "symmetric": settings.pop("sym"), **settings}
     weights = QuantizationArgs(num_bits=how.pop("bits"), **how)
     groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
     write(model, input_ids, out, groups, torch.float16)
@@ -53,7 +53,7 @@ def autoround(model: str, input_ids: Tensor, out: Path, settings: dict[str, Any]
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    how = {"sym": False, "device_map": "cpu", "dataset": list(input_ids.split(8)), **settings}
+    how = {"device_map": "cpu", "dataset": list(input_ids.split(8)), **settings}
     AutoRound(loaded, tokenizer, seqlen=input_ids.shape[1], nsamples=len(input_ids), **how).quantize()
     loaded.save_pretrained(out)  # its own "fake" format takes the tensors of float32 sources back to what they were
     tokenizer.save_pretrained(out)

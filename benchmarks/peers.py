@@ -3,9 +3,9 @@
     python benchmarks/peers.py --work FOLDER [--environments FOLDER] [--bits N ...] [--only NAME ...] [--json FILE]
 
 Others run by `peer.py` in their own environments (`tests/clients/environments gptqmodel llmcompressor autoround`).
-Groups of 128 (or `--group-size`), asymmetric. What each writes is read by our `evaluate`; auto-round writes its weights
-multiplied out. `--damp-percent 0.01` damps ours as published. Time is from the loaded program to the written
-checkpoint, with all threads. Rows that the JSON file already holds for the same settings are not run again.
+Groups of 128 (or `--group-size`), asymmetric (or `--sym`). What each writes is read by our `evaluate`; auto-round
+writes its weights multiplied out. `--damp-percent 0.01` damps ours as published. Time is from the loaded program to the
+written checkpoint, with all threads. Rows that the JSON file already holds for the same settings are not run again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def run_peer(name: str, bits: int, arguments: argparse.Namespace, tokens: Path) 
     out = arguments.work / f"{name.replace(', ', '-').replace(' ', '-')}-w{bits}"
     shutil.rmtree(out, ignore_errors=True)
     how = ["--tokens", tokens, "--out", out, "--group-size", arguments.group_size]
-    how += ["--settings", json.dumps({"bits": bits, **settings})]
+    how += ["--settings", json.dumps({"bits": bits, "sym": arguments.sym, **settings})]
     script, python = Path(__file__).with_name("peer.py"), arguments.environments.absolute() / program / "bin/python"
     with out.with_suffix(".log").open("w") as log:
         command = [str(each) for each in (python, script, program, Path(arguments.model).absolute(), *how)]
@@ -73,7 +73,7 @@ def run_peer(name: str, bits: int, arguments: argparse.Namespace, tokens: Path) 
 
 def run_ours(name: str, bits: int, arguments: argparse.Namespace, tokens: Path) -> tuple[Path, float]:
     """Return what we wrote, and our seconds."""
-    out, grid = arguments.work / "ours", {"bits": bits, "group_size": arguments.group_size, "sym": False}
+    out, grid = arguments.work / "ours", {"bits": bits, "group_size": arguments.group_size, "sym": arguments.sym}
     config = gptqkit.QuantizeConfig(**grid, damp_percent=arguments.damp_percent, **OURS[name])
     start = time.perf_counter()
     run = gptqkit.Run(device="cpu", overwrite=True)
@@ -105,13 +105,14 @@ def main() -> None:
     parser.add_argument("--calibration", nargs="+", default=[str(EXAMPLES / "data/calibration.txt")], metavar="FILE")
     parser.add_argument("--samples", type=int, default=128, help="calibration windows of 512 tokens (default 128)")
     parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--sym", action="store_true", help="symmetric groups")
     parser.add_argument("--damp-percent", type=float, help="for our rows (default: by tokens)")
     parser.add_argument("--windows", type=int, default=40, help="windows evaluated per text (default 40)")
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2], choices=(2, 3, 4))
     parser.add_argument("--only", nargs="+", default=[*PEERS, *OURS], choices=[*PEERS, *OURS], metavar="NAME")
     parser.add_argument("--json", type=Path, default=Path("peers.json"))
     arguments = parser.parse_args()
-    report = rows_so_far(arguments, "samples", "windows", "group_size", "damp_percent")
+    report = rows_so_far(arguments, "samples", "windows", "group_size", "sym", "damp_percent")
     model, tokenizer = load_float(arguments.model, device="cpu")
     remember(model)
     text = gptqkit.Calibration(arguments.calibration, samples=arguments.samples, sequence_length=512)
