@@ -29,6 +29,11 @@ class Chat:
 
     def render(self, tokenizer: Any) -> str:
         """Return what the tokenizer's template makes of the chat; CalibrationError where it fails, however it does."""
+        if not getattr(tokenizer, "chat_template", None):
+            raise CalibrationError(
+                f"{self.where} is a chat, and the tokenizer has no chat template; give texts, or the tokenizer of a "
+                "model that has one (--tokenizer)"
+            )
         try:
             with _limits():
                 return str(tokenizer.apply_chat_template(list(self.messages), tokenize=False))

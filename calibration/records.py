@@ -128,7 +128,7 @@ class Reader:
             if found is texts and len(texts) != 1:
                 raise CalibrationError(
                     f"{self._name} has none of the columns {', '.join(COLUMNS)}, and {len(texts)} others with text; "
-                    f"name one with column: {names_of(record)}"
+                    f"name the column to read with column (--column): {names_of(record)}"
                 )
             self._column = found[0]
         if self._column not in record:

@@ -221,4 +221,4 @@ def _loading(summary: CheckpointSummary, family: str, pipeline: str, *, own_code
     text = _LOADING + _POOLING * (pipeline == "sentence-similarity") + _GGUF * (family == "gguf") + _OWN_CODE * own_code
     if TRANSFORMERS in readers and family in _PACKAGES:
         text += _TRANSFORMERS.format(packages=_PACKAGES[family])
-    return f"{text}\n\nLoaded by: {', '.join(readers)}. `gptqkit inspect` says why not by others."
+    return f"{text}\n\nLoaded by: {', '.join(readers)}. `gptqkit inspect` says why others cannot load it."

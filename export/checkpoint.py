@@ -210,11 +210,18 @@ def write_report(directory: Path, report: Mapping[str, Any]) -> None:
     write_json(directory / REPORT, published)
 
 
+def _is_file(name: object) -> bool:
+    return isinstance(name, Path) or (isinstance(name, str) and os.path.isfile(name))
+
+
 def public_name(name: object) -> str:
     """Return the name of a file or folder without the folders around it, or an id of the Hub as it is.
 
-    A folder of the Hub's cache is what its repository is called, and data what its type is.
+    A folder of the Hub's cache is what its repository is called, several files are their names, and data what its type
+    is.
     """
+    if isinstance(name, (list, tuple)) and name and all(map(_is_file, name)):
+        return ", ".join(map(public_name, name))
     if not isinstance(name, (str, Path)):
         return type(name).__name__
     text = str(name)

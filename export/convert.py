@@ -85,8 +85,10 @@ def convert(
 def check_apart(source: Path, target: Path) -> None:
     """Raise ConfigError where one of two folders lies in the other."""
     inner, outer = source.resolve(), target.resolve()
+    if inner == outer:
+        raise ConfigError(f"{target} is the source itself; choose another target")
     if inner.is_relative_to(outer) or outer.is_relative_to(inner):
-        raise ConfigError(f"{target} and {source} lie in one another; choose a target elsewhere")
+        raise ConfigError(f"one of {target} and {source} lies in the other; choose a target elsewhere")
 
 
 def fill(

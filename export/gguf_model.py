@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,10 +159,25 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     for key, value in found.expected.items():
         if config.get(key, value) not in (value, None):
             raise ArchitectureError(f"{key} is {config[key]!r}; llama.cpp runs {kind} with {value!r} only")
-    _rope(config)
-    if kind in ("gemma2", "gemma3_text") and config["query_pre_attn_scalar"] != config["head_dim"]:
-        raise ArchitectureError("query_pre_attn_scalar differs from head_dim; llama.cpp takes head_dim")
+    with _complete():
+        _rope(config)
+        if kind in ("gemma2", "gemma3_text") and config["query_pre_attn_scalar"] != config["head_dim"]:
+            raise ArchitectureError("query_pre_attn_scalar differs from head_dim; llama.cpp takes head_dim")
+    turned = _rope_settings(config)[0]["partial_rotary_factor"]
+    if found.rotated and turned != 1:
+        raise ArchitectureError(f"partial_rotary_factor is {turned}; llama.cpp runs {kind} with 1 only")
     return found
+
+
+@contextmanager
+def _complete() -> Iterator[None]:
+    """Say of a setting that is not there, or of another kind, that it is missing."""
+    try:
+        yield
+    except ArchitectureError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArchitectureError(f"config.json lacks settings that GGUF needs ({error}); fetch it again") from error
 
 
 def counts(config: Mapping[str, Any]) -> dict[str, int]:
@@ -181,10 +197,8 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         ArchitectureError: As `architecture_of`, or settings are missing.
     """
     found = architecture_of(config)
-    try:
+    with _complete():
         values = _values(config, found)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ArchitectureError(f"config.json lacks settings that GGUF needs ({error}); fetch it again") from error
     return {f"{found.name}.{key}": value for key, value in values.items()}
 
 
@@ -204,7 +218,7 @@ def _values(config: Mapping[str, Any], found: Architecture) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         "attention.key_length": size,
         "attention.value_length": size,
-        "rope.dimension_count": int(size * _rope_settings(config)[0].get("partial_rotary_factor", 1.0)),
+        "rope.dimension_count": int(size * _rope_settings(config)[0]["partial_rotary_factor"]),
         **_rope(config),
         **found.more(config),
     }
@@ -217,7 +231,9 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind in ("linear", "yarn"):
         values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
     if kind == "yarn":
-        values["rope.scaling.original_context_length"] = int(rope["original_max_position_embeddings"])
+        values["rope.scaling.original_context_length"] = int(
+            rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        )
         _check_yarn(rope)
     if kind not in ("default", "linear", "yarn", "llama3"):
         raise ArchitectureError(
@@ -242,6 +258,7 @@ def _rope_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     rope = rope.get("full_attention") or rope  # gemma3
     if local and (local.get("rope_theta"), local.get("rope_type")) != (10000.0, "default"):
         raise ArchitectureError(f"rope_theta of sliding attention is {local.get('rope_theta')}; llama.cpp takes 10000")
+    rope = {"partial_rotary_factor": config.get("partial_rotary_factor") or 1.0, **rope}
     base = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     return {**rope, "rope_theta": base}, str(rope.get("rope_type") or rope.get("type") or "default")
 

@@ -117,7 +117,7 @@ def check_target(target: Path, *, overwrite: bool | None) -> None:
         raise OutputExistsError(f"{target} exists already; choose another directory{how}")
     if not target.is_dir() or not _holds_quantized_model(target):
         raise OutputExistsError(
-            f"{target} holds something else than a quantized model, so it is not overwritten; choose another directory"
+            f"{target} holds something other than a quantized model, so it is not overwritten; choose another directory"
         )
 
 

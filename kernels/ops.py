@@ -80,6 +80,7 @@ class Layer:
     ) -> None:
         self.launcher, device = launcher, launcher.device
         bits, group_size, out_features = sizes
+        group_size = min(group_size, max(in_features, 1))  # one group per row, however large: the record has 32 bits
         tiles, groups = -(-out_features // 64), -(-in_features // max(group_size, 1))  # the library refuses groups of 0
         _check("weight", weight, torch.int32, (tiles, -(-in_features // 64), bits, 32, 4), device)
         free = scale.dtype is torch.float32

@@ -106,9 +106,16 @@ def test_every_setting_is_an_option_and_has_the_default_of_its_class(kind, setti
                 assert settings([*command.split(), *words])[kind] == kind(**{**source, field.name: value})
 
 
+def test_two_overrides_of_one_pattern_are_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*QUANTIZE, "--override", "down_proj:bits=8", "--skip", "down_proj"])
+    assert stopped.value.code == 2
+    assert "'down_proj' has two overrides" in capsys.readouterr().err
+
+
 def test_settings_that_are_typed_in_a_form_of_their_own(settings):
     command = "quantize model out --group-size -1 --shard-size 3MiB --calibration a.txt --calibration b.json"
-    words = ["--override", "(?:up|down)_proj:bits=8,group_size=-1", "--skip", r"\.0\.", "--override", r"\.0\.:bits=3"]
+    words = ["--override", "(?:up|down)_proj:bits=8,group_size=-1", "--skip", r"\.0\."]
     words += ["--override", "v_proj:type=q6_k"]
     found = settings([*command.split(), *words])
     config = found[gptqkit.QuantizeConfig]

@@ -191,7 +191,7 @@ def test_a_resumed_job_knows_what_it_left(tmp_path):
 def test_linears_with_a_forward_pass_of_their_own_stay_in_floating_point_and_are_reported(tmp_path):
     model = custom(WithOwnLinears)
     report = quantize(model, tmp_path / "out").report
-    reason = "it computes something else than a Linear does"
+    reason = "it computes something other than a Linear does"
     assert report.left_in_float == {f"model.layers.{layer}.mlp.up_proj": reason for layer in range(2)}
     assert len(report.modules) == 12
     assert_loaded_as(model, tmp_path / "out")

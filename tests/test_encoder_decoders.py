@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import gptqkit
 from gptqkit import job
@@ -96,6 +96,8 @@ def test_an_output_layer_that_only_the_files_tell_apart_from_the_embedding(tmp_p
     for model in (loaded, entered):
         assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
         assert_close(logits(model, "t5", samples(2)), expected)
+    loaded.save_pretrained(tmp_path / "saved")
+    assert torch.equal(load_file(tmp_path / "saved/model.safetensors")["lm_head.weight"], tensors["lm_head.weight"])
     with pytest.raises(ConfigError, match="shares its weight with an input embedding, or does so by its configuration"):
         quantize(tmp_path / "model", tmp_path / "other", lm_head=True)
 

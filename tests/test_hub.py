@@ -208,14 +208,14 @@ def test_a_tokenizer_may_be_named(example_model, example_data, hub, tmp_path):
 
 def test_settings_may_be_dictionaries_whose_names_are_checked(tmp_path):
     for settings, message in (
-        ({"config": {"bit": 4}}, "'bit' is no setting of QuantizeConfig; did you mean bits"),
-        ({"run": {"shard-size": 4}}, "'shard-size' is no setting of Run; did you mean shard_size"),
-        ({"run": gptqkit.QuantizeConfig()}, "is no Run; give one, or a dictionary of its fields"),
+        ({"config": {"bit": 4}}, "'bit' is not a setting of QuantizeConfig; did you mean bits"),
+        ({"run": {"shard-size": 4}}, "'shard-size' is not a setting of Run; did you mean shard_size"),
+        ({"run": gptqkit.QuantizeConfig()}, "is not a Run; give one, or a dictionary of its fields"),
     ):
         for call in (gptqkit.plan, lambda model, **options: gptqkit.quantize(model, None, "out", **options)):
             with pytest.raises(ConfigError, match=message):
                 call(tmp_path, **settings)
-    with pytest.raises(ConfigError, match="'windows' is no setting of Evaluation; did you mean max_windows"):
+    with pytest.raises(ConfigError, match="'windows' is not a setting of Evaluation; did you mean max_windows"):
         gptqkit.evaluate(tmp_path, [[1]], {"windows": 4})
 
 

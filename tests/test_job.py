@@ -404,6 +404,27 @@ def test_two_processes_are_not_at_work_on_one_job(job_models, undisturbed, tmp_p
     assert contents(out) == undisturbed("gptq")[1]
 
 
+def test_chosen_bits_outlive_a_job_that_stops_before_its_first_block(job_models, tmp_path):
+    out, steps, settings = tmp_path / "out", [], {"target_bits": 3.6, "two_sided": True}
+
+    def stop_after_choosing(_):
+        if (work_path(out) / "chosen.json").exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(job_models, "gptq", out, settings=settings, progress=stop_after_choosing)
+    kept = (work_path(out) / "chosen.json").read_bytes()
+    assert not list(work_path(out).glob("block-*"))
+
+    def note(step):
+        steps.append(step)
+        assert (work_path(out) / "chosen.json").read_bytes() == kept
+
+    quantize(job_models, "gptq", out, settings=settings, resume=True, progress=note)
+    assert "choose bits" not in {step.stage for step in steps}
+    assert not work_path(out).exists()
+
+
 def test_bits_are_chosen_once(job_models, tmp_path):
     """A resumed job keeps its choice, unless other overrides are asked for: then it is another job."""
     steps, settings = [], {"target_bits": 3.6}
@@ -441,18 +462,20 @@ def test_a_finished_job_is_not_resumed_but_reported(job_models, undisturbed, tmp
     assert again == first
     assert contents(out) == undisturbed("gptq")[1]
     assert "seconds" not in quantization_summary(QuantizationReport.from_dict(again))
-    with pytest.raises(OutputExistsError, match=r"another job's: config\.bits was 3, now 4"):
+    with pytest.raises(OutputExistsError, match=r"another job: config\.bits was 3, now 4"):
         quantize(job_models, "gptq", out, resume=True, settings={"bits": 4})
-    with pytest.raises(OutputExistsError, match=r"another job's: .*calibration\.seed was 0, now 7"):
+    with pytest.raises(OutputExistsError, match=r"another job: .*calibration\.seed was 0, now 7"):
         quantize(job_models, "gptq", out, resume=True, calibration={"source": samples(4).input_ids, "seed": 7})
     with pytest.raises(
         OutputExistsError, match=r"calibration\.source was 'Tensor', now 'a\.txt', .*samples was 128, now 7"
     ):
         quantize(job_models, "gptq", out, resume=True, calibration={"source": tmp_path / "a.txt", "samples": 7})
+    with pytest.raises(OutputExistsError, match=r"calibration\.source was 'Tensor', now 'a\.txt, b\.txt'"):
+        quantize(job_models, "gptq", out, resume=True, calibration={"source": [tmp_path / "a.txt", tmp_path / "b.txt"]})
     shutil.copytree(job_models, tmp_path / "others")
     for file in (tmp_path / "others").glob("*/model.safetensors"):
         save_file({name: 1.5 * tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
-    with pytest.raises(OutputExistsError, match=r"another job's: model\.model\.safetensors was"):
+    with pytest.raises(OutputExistsError, match=r"another job: model\.model\.safetensors was"):
         quantize(tmp_path / "others", "gptq", out, resume=True)
     shutil.rmtree(tmp_path / "others")
     (out / "quantization_report.json").write_text('{"config": {}}')

@@ -448,5 +448,5 @@ def test_tuned_scales_that_were_written_wrongly_are_noticed(tmp_path, monkeypatc
         write(checkpoint, wrong)
 
     monkeypatch.setattr(tuning, "replace_weights", other)
-    with pytest.raises(CheckpointError, match="computes something else than the model whose scales were tuned"):
+    with pytest.raises(CheckpointError, match="computes something other than the model whose scales were tuned"):
         quantize(build("llama"), tmp_path / "out", samples(64), bits=2, method="gptq", tune_epochs=2)

@@ -254,7 +254,7 @@ def test_calibration_comes_as_a_dictionary_too(tmp_path):
     for out, given in (("dictionary", settings), ("record", gptqkit.Calibration(**settings))):
         gptqkit.quantize(model, given, tmp_path / out, {"quality": "fast", "group_size": 32}, run={"device": "cpu"})
     assert contents(tmp_path / "dictionary") == contents(tmp_path / "record")
-    with pytest.raises(ConfigError, match="'sample' is no setting of Calibration; did you mean samples"):
+    with pytest.raises(ConfigError, match="'sample' is not a setting of Calibration; did you mean samples"):
         gptqkit.quantize(model, {"source": "a.txt", "sample": 3}, tmp_path / "out")
 
 
@@ -343,8 +343,8 @@ ROUTED, ODD, ODD_EXPERTS = (
 )
 REFUSED = [
     (OutputExistsError, "there exists", {"out": "there"}),
-    (OutputExistsError, "something else than a quantized model", {"out": "llama", "run": {"overwrite": True}}),
-    (ConfigError, "llama/out and .*/llama lie in one another", {"out": "llama/out"}),
+    (OutputExistsError, "something other than a quantized model", {"out": "llama", "run": {"overwrite": True}}),
+    (ConfigError, "llama/out and .*/llama lies in the other", {"out": "llama/out"}),
     (CalibrationError, "method .loaq. needs calibration text; give some .only method .rtn. by", {"source": None}),
     (
         CalibrationError,

@@ -183,7 +183,7 @@ def test_overrides_stand_and_a_finished_job_is_known_again(tmp_path):
     again = quantize(model, tmp_path / "out", samples(8), **settings, run={"resume": True}).report
     assert again.config == report.config
     for overrides in ({}, {"o_proj": {"bits": 4}}, {"o_proj": {"bits": 8}, "down_proj": {"skip": True}}):
-        with pytest.raises(OutputExistsError, match=r"another job's: config\.overrides"):
+        with pytest.raises(OutputExistsError, match=r"another job: config\.overrides"):
             quantize(model, tmp_path / "out", samples(8), **{**settings, "overrides": overrides}, run={"resume": True})
 
 

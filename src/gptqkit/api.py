@@ -243,7 +243,8 @@ def _finished(
     different = differences(before, {"model": source.identity(), "calibration": asked, "config": config.to_dict()})
     if different:
         raise OutputExistsError(
-            f"{out} is finished, but is another job's: {some(different)}; choose another directory, or overwrite it"
+            f"{out} holds the finished result of another job: {some(different)}; choose another directory, or "
+            "overwrite it (--overwrite)"
         )
     _LOG.info("%s was finished before; there is nothing to resume", out)
     if text is not None and public_name(text) not in [row.get("dataset") for row in report.perplexity]:

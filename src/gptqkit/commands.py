@@ -178,7 +178,10 @@ def doctor(arguments: argparse.Namespace) -> None:
     """Find known damage of a checkpoint, and write a repaired one."""
     found = gptqkit.doctor(arguments.checkpoint, arguments.out, format=arguments.format, revision=arguments.revision)
     lines = [*map(str, found.damage or ["no damage found"]), *(f"note: {note}" for note in found.notes)]
-    lines += [f"written to {arguments.out}"] * found.written
+    if found.written:
+        lines.append(f"written to {arguments.out}")
+    elif arguments.out is not None and not found.damage:
+        lines.append(f"nothing written to {arguments.out}: there is nothing to repair")
     print(json.dumps(found.to_dict(), indent=2) if arguments.json else "\n".join(lines))
     sys.stdout.flush()
     if found.damage and not found.written:

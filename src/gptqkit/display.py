@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _EXAMPLE = """\
 KL divergence from the float model, and perplexity over its own, are the example model's (6 million parameters,
-WikiText-2, --quality fast), not this one's: gptqkit compare shows those. Activations come on top of the total."""
+WikiText-2, --quality balanced), not this one's: gptqkit compare shows those. Activations come on top of the total."""
 
 
 class ProgressDisplay:

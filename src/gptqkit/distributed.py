@@ -55,8 +55,11 @@ class Processes:
     def add_up(self, tensor: Tensor) -> None:
         """Add the tensors of all processes, in place; the same bits everywhere."""
         if self.size > 1:
+            whole = tensor.contiguous()  # NCCL takes no others
             with _collective():
-                dist.all_reduce(tensor)
+                dist.all_reduce(whole)
+            if whole is not tensor:
+                tensor.copy_(whole)
 
     def gather(self, value: T) -> list[T]:
         """Return the (picklable) values of all processes, in order."""

@@ -34,7 +34,7 @@ def fetch(
 
     Raises:
         DatasetUnavailableError: There is no such folder, and the Hub has no such model or cannot be reached.
-        CheckpointError: There is something else than a model in safetensors: the message says what, and what to do.
+        CheckpointError: There is something other than a model in safetensors: the message says what, and what to do.
         ConfigError: A revision of a folder.
     """
     path = Path(at_home(path_or_id))

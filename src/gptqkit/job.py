@@ -124,10 +124,11 @@ class Job:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None or self._lock < 0:  # it is done, or rank 0's
             return
-        if self.records:
-            again = isinstance(error, (OSError, MemoryError, RankError)) or not isinstance(error, GptqkitError)
+        again = isinstance(error, (OSError, MemoryError, RankError)) or not isinstance(error, GptqkitError)
+        if self.records or (again and (self.folder / "chosen.json").exists()):
             advice = "resume the job to go on from there" if again else "resumed, the job would fail again"
-            _LOG.warning("%d finished blocks are kept in %s; %s", len(self.records), self.folder, advice)
+            kept = f"{len(self.records)} finished blocks are" if self.records else "the chosen bits are"
+            _LOG.warning("%s kept in %s; %s", kept, self.folder, advice)
             self._unlock()
         else:
             self._discard()

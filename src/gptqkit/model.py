@@ -83,9 +83,19 @@ class FloatModel:
         return list(self._tensors.where)
 
     def _tile(self) -> Any:
-        """Return the rows and columns of FP8 tensors that share a scale, where config.json says so."""
+        """Return the rows and columns of FP8 tensors that share a scale, where config.json says so.
+
+        Under the name that transformers' own quantizer gives them, or in the groups of compressed-tensors.
+        """
         quantization = read_json(self.path / "config.json").get("quantization_config")
-        return quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+        if not isinstance(quantization, dict):
+            return None
+        groups = quantization.get("config_groups")
+        weights = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
+        tiles = [each["block_structure"] for each in weights if each and each.get("block_structure")]
+        if any(tile != tiles[0] for tile in tiles):
+            raise CheckpointError(f"FP8 tensors of {self.path} have tiles of different sizes, {tiles}; not read here")
+        return quantization.get("weight_block_size") or next(iter(tiles), None)
 
     def part_of(self, name: str) -> int | None:
         """Return the number of the block that a name in the model belongs to; None outside the blocks."""

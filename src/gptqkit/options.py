@@ -113,10 +113,11 @@ def from_options(arguments: argparse.Namespace, kind: type[T], **more: Any) -> T
 
 
 def config_from_options(arguments: argparse.Namespace) -> QuantizeConfig:
-    """Return the settings of quantization that the options stand for; of one pattern the first override counts."""
+    """Return the settings of quantization that the options stand for; a pattern given twice is a usage error."""
     overrides: dict[str, ModuleOverride] = {}
     for pattern, override in arguments.overrides:
-        overrides.setdefault(pattern, override)
+        if overrides.setdefault(pattern, override) != override:
+            Parser(prog=f"gptqkit {arguments.command}").error(f"{pattern!r} has two overrides; give one of them")
     return from_options(arguments, QuantizeConfig, overrides=overrides)
 
 

@@ -96,7 +96,7 @@ def _tensors(source: FloatModel, rotation: Rotation) -> Iterator[tuple[str, Tens
     """Yield all tensors of the rotated model, block by block."""
     for part in (None, *range(len(source.blocks))):
         tensors = dict(source.others(part, ()))
-        if part is None and (source.model.config.tie_word_embeddings or _HEAD not in tensors):
+        if part is None and _HEAD not in tensors:
             tensors[_HEAD] = tensors[_EMBEDDING]
         for name, tensor in tensors.items():
             yield name, _turned(name, tensor, tensors, rotation).to(tensor.dtype)

@@ -56,7 +56,7 @@ class Run:
         check_types(self)
         check_positive(self, "batch_size")
         if self.private and self.push_to_hub is None:
-            raise ConfigError("private is that of a new repository; give push_to_hub, too")
+            raise ConfigError("private applies to a repository that is created; give push_to_hub, too")
         name = self.push_to_hub
         if name is not None and not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name)):
             raise ConfigError(f"push_to_hub is {name!r}; give a repository's name, such as user/name")

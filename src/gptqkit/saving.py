@@ -114,6 +114,7 @@ def _changes(model: Any, checkpoint: Checkpoint) -> Iterator[str]:
     config = read_config(checkpoint.path, trust_remote_code=trusted)
     empty = EmptyModel(empty_model(config, dtype, kind=type(model)))
     names = StoredNames(empty.stacked, empty.names, checkpoint.float_names)
+    empty.untie(checkpoint.tensors, names)
     modules = dict(model.named_modules())
     for name in filter(lambda name: names.known(f"{name}.weight"), checkpoint.layers):
         path = str(names.working(f"{name}.weight")).removesuffix(".weight")
@@ -151,7 +152,7 @@ def _write_configs(model: Any, stored: dict[str, Any], quantization: dict[str, A
 
 
 def _check_defaults(options: dict[str, Any]) -> None:
-    """Refuse options of transformers that ask for something else than a whole checkpoint as it was."""
+    """Refuse options of transformers that ask for something other than a whole checkpoint as it was."""
     known = inspect.signature(PreTrainedModel.save_pretrained).parameters
     for name, value in options.items():
         default = known[name].default if name in known else name == "safe_serialization"  # a habit of version 4

@@ -109,12 +109,17 @@ def settings_of(kind: type[T], values: T | Mapping[str, Any]) -> T:
     if isinstance(values, kind):
         return values
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{values!r} is no {kind.__name__}; give one, or a dictionary of its fields")
+        raise ConfigError(f"{values!r} is not a {kind.__name__}; give one, or a dictionary of its fields")
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    if "quant_method" in values:
+        raise ConfigError(
+            f"these are a checkpoint's settings, not those of {kind.__name__}: give bits, group_size, sym, desc_act "
+            "and format by name, and what `dynamic` says as overrides"
+        )
     for name in values:
         if name not in names:
-            raise ConfigError(f"{name!r} is no setting of {kind.__name__}{did_you_mean(str(name), names)}")
+            raise ConfigError(f"{name!r} is not a setting of {kind.__name__}{did_you_mean(str(name), names)}")
     try:
         return kind(**values)
     except TypeError as error:  # a value of another type than its check compares with
-        raise ConfigError(f"these are no settings of {kind.__name__}: {error}") from error
+        raise ConfigError(f"these are not settings of {kind.__name__}: {error}") from error

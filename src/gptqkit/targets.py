@@ -189,7 +189,7 @@ def find_targets(model: PreTrainedModel, config: QuantizeConfig) -> tuple[list[l
             if settings is None or module in routers or not isinstance(module, (nn.Linear, Conv1D)):
                 continue
             if not is_matrix(module):
-                left[name] = "it computes something else than a Linear does"
+                left[name] = "it computes something other than a Linear does"
                 continue
             try:
                 chosen.append(_target(model, name, inner, settings, config))

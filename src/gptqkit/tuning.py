@@ -221,6 +221,6 @@ def _check(directory: Path, student: PreTrainedModel, sample: Mapping[str, Tenso
     found, expected = (model(**sample, **without_cache(model)).logits.float() for model in (written, student))
     if most_differ(found, expected, how["dtype"]):
         raise CheckpointError(
-            f"{directory} computes something else than the model whose scales were tuned; use tune_epochs=0, and "
+            f"{directory} computes something other than the model whose scales were tuned; use tune_epochs=0, and "
             "report this model"
         )

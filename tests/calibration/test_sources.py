@@ -138,7 +138,7 @@ def test_columns_are_found_by_name_or_named(tmp_path, read):
     assert read(path, column="title") == ["x", "z"]
     for column, message in (
         ("body", r"record 1 of .*rows\.jsonl has no column 'body'; its columns are 'title'"),
-        (None, "and 2 others with text; name one with column: 'title', 'body'"),
+        (None, "and 2 others with text; name the column to read with column .--column.: 'title', 'body'"),
     ):
         with pytest.raises(CalibrationError, match=message):
             read(path, column=column)

@@ -152,7 +152,7 @@ def test_what_is_refused_leaves_nothing_behind(material, tmp_path, faulty_disk):
         with pytest.raises(ConfigError, match=f"shard_size is {size}; give bytes, or a text such as 8GiB"):
             convert(source, tmp_path / "out", format="gptq_v2", shard_size=size)
     for target in (source, source / "inside", tmp_path):
-        with pytest.raises(ConfigError, match="lie in one another"):
+        with pytest.raises(ConfigError, match=r"lies in the other|is the source itself"):
             convert(source, target, format="gptq_v2", overwrite=True)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "notes.txt").touch()

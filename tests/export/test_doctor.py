@@ -111,7 +111,8 @@ def test_healthy_checkpoints_have_no_damage(material, tmp_path, capsys, layout, 
     assert cli.main(["doctor", str(path), str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "no damage found"
-    assert said[1:] == [f"note: {note}" for note in found.notes]
+    assert said[1:-1] == [f"note: {note}" for note in found.notes]
+    assert said[-1].startswith(f"nothing written to {tmp_path / 'out'}")
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -387,7 +388,7 @@ def test_what_is_refused(write, material, tmp_path, capsys, faulty_disk):
     other = material(format="compressed-tensors").write(tmp_path / "other")
     with pytest.raises(ConfigError, match=f"{other} is compressed-tensors, which has one version"):
         doctor(other, tmp_path / "out", format="gptq")
-    with pytest.raises(ConfigError, match="lie in one another"):
+    with pytest.raises(ConfigError, match=r"lies in the other|is the source itself"):
         doctor(path, path / "inside")
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "notes.txt").touch()

@@ -291,6 +291,28 @@ def test_settings_that_llama_cpp_does_not_have_are_refused_by_name(kind, changed
         metadata({**config, **changed})
 
 
+PHI3 = {"model_type": "phi3", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+PHI3 |= {"num_attention_heads": 4, "rms_norm_eps": 1e-6, "max_position_embeddings": 64, "hidden_act": "silu"}
+
+
+def test_settings_of_rotary_positions_where_older_files_have_them():
+    older = metadata({**PHI3, "rope_theta": 1e4, "partial_rotary_factor": 0.5})
+    newer = metadata({**PHI3, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}})
+    assert older == newer
+    assert older["phi3.rope.dimension_count"] == 8
+    llama = {**PHI3, "model_type": "llama"}
+    assert (
+        metadata({**llama, "rope_scaling": {"type": "yarn", "factor": 4.0}})[
+            "llama.rope.scaling.original_context_length"
+        ]
+        == 64
+    )
+    with pytest.raises(ArchitectureError, match=r"lacks settings that GGUF needs \('factor'\)"):
+        metadata({**llama, "rope_scaling": {"type": "yarn"}})
+    with pytest.raises(ArchitectureError, match=r"partial_rotary_factor is 0\.5; llama\.cpp runs llama with 1 only"):
+        metadata({**llama, "partial_rotary_factor": 0.5})
+
+
 @pytest.mark.parametrize("pattern", [None, QWEN2])
 def test_the_tokenizer_is_in_the_file(tmp_path, pattern):
     save(build(**{**NARROW, "num_hidden_layers": 1}), tmp_path / "float", pattern)

@@ -101,6 +101,14 @@ def test_an_fp8_model_becomes_what_its_values_become(tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     reference = outputs(load_float(tmp_path / "float", device="cpu")[0])
     torch.testing.assert_close(outputs(load_float(source, device="cpu")[0]), reference)
+    groups = {"group_0": {"weights": {"num_bits": 8, "strategy": "block", "block_structure": [24, 24]}}}
+    method = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+    (source / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
+    torch.testing.assert_close(outputs(load_float(source, device="cpu")[0]), reference)
+    groups["group_1"] = {"weights": {"block_structure": [24, 48]}}
+    (source / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
+    with pytest.raises(CheckpointError, match=r"tiles of different sizes, \[\[24, 24\], \[24, 48\]\]"):
+        load_float(source, device="cpu")
     (source / "config.json").write_text(json.dumps(config))  # then the size of tiles that do not divide is not known
     with pytest.raises(CheckpointError, match=r"weight_scale_inv is .* does not fit"):
         load_float(source, device="cpu")

@@ -59,7 +59,7 @@ def test_what_is_no_quantized_model_is_never_overwritten(tmp_path, name):
     check_target(tmp_path / "precious", overwrite=True)  # it is empty
     (tmp_path / "precious" / name).write_text('{"model_type": "llama"}')
     for target in (tmp_path / "precious", tmp_path / "precious" / name):
-        with pytest.raises(OutputExistsError, match="something else than a quantized model"):
+        with pytest.raises(OutputExistsError, match="something other than a quantized model"):
             write(target, overwrite=True)
     assert [path.name for path in (tmp_path / "precious").iterdir()] == [name]
 
@@ -67,7 +67,7 @@ def test_what_is_no_quantized_model_is_never_overwritten(tmp_path, name):
 @pytest.mark.parametrize("method", ["fp8", "fbgemm_fp8", "mxfp4", "gptq"])
 def test_sources_in_fp8_and_mxfp4_count_as_float_models(tmp_path, method):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
-    with nullcontext() if method == "gptq" else pytest.raises(OutputExistsError, match="something else than a quant"):
+    with nullcontext() if method == "gptq" else pytest.raises(OutputExistsError, match="something other than a quant"):
         check_target(tmp_path, overwrite=True)
 
 

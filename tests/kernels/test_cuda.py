@@ -303,6 +303,15 @@ def test_operators_refuse_tensors_that_are_no_layer(place, change, words):
             operators.dequantize(**given, in_features=x.shape[-1], dtype=torch.float16)
 
 
+def test_groups_larger_than_rows_reach_the_kernels_as_one(place):
+    """Whatever a file says: the interface has 32 bits for it."""
+    device, _, kind = place
+    weight = dataclasses.replace(make_weight(4, 64, 96, 96), group_size=(1 << 32) + 32)
+    layer, x = kind(weight.to(device), None, torch.float16), random(3, 96).half()
+    assert_as_good_as_dense(layer(x.to(device)), x, weight)
+    assert layer._layer.record.group == 96
+
+
 def test_other_dtypes_devices_and_splits_are_refused(place):
     device, _, kind = place
     tensors, sizes = operands(kind(make_weight().to(device), None, torch.float16))

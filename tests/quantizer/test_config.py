@@ -41,8 +41,8 @@ from gptqkit.settings import settings_of
         ({"bits": 4.0}, "bits is 4.0"),
         ({"group_size": "128"}, "group_size is '128'"),
         ({"group_size": 64.0}, "group_size is 64.0"),
-        ({"overrides": {"q_proj": {"bit": 8}}}, "'bit' is no setting of ModuleOverride; did you mean bits"),
-        ({"overrides": {"q_proj": 8}}, "8 is no ModuleOverride; give one, or a dictionary of its fields"),
+        ({"overrides": {"q_proj": {"bit": 8}}}, "'bit' is not a setting of ModuleOverride; did you mean bits"),
+        ({"overrides": {"q_proj": 8}}, "8 is not a ModuleOverride; give one, or a dictionary of its fields"),
         ({"overrides": [1]}, "give a dictionary of settings by pattern"),
         ({"overrides": {"(": ModuleOverride(skip=True)}}, r"'\(' is not a regular expression"),
     ],
@@ -127,11 +127,13 @@ def test_defaults_that_depend_on_other_settings():
 def test_json_brings_every_setting_back():
     config = QuantizeConfig(bits=2, sym=False, desc_act=True, overrides={"x": ModuleOverride(bits=8)})
     assert QuantizeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    with pytest.raises(ConfigError, match="'group-size' is no setting of QuantizeConfig; did you mean group_size"):
+    with pytest.raises(ConfigError, match="a checkpoint's settings, not those of QuantizeConfig: give bits"):
+        settings_of(QuantizeConfig, {"quant_method": "gptq", "bits": 4})
+    with pytest.raises(ConfigError, match="'group-size' is not a setting of QuantizeConfig; did you mean group_size"):
         QuantizeConfig.from_dict({"group-size": 1})
     with pytest.raises(ConfigError, match="damp_percent is 'much'; give a number"):
         QuantizeConfig.from_dict({"damp_percent": "much"})
     numbers = QuantizeConfig(bits=np.int64(2), damp_percent=np.float32(0.5), refine_rounds=np.int32(1))
     assert QuantizeConfig.from_dict(json.loads(json.dumps(numbers.to_dict()))) == numbers
-    with pytest.raises(ConfigError, match="'colour' is no setting of ModuleOverride"):
+    with pytest.raises(ConfigError, match="'colour' is not a setting of ModuleOverride"):
         QuantizeConfig.from_dict({"overrides": {"x": {"colour": 1}}})
