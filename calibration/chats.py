@@ -29,15 +29,15 @@ class Chat:
 
     def render(self, tokenizer: Any) -> str:
         """Return what the tokenizer's template makes of the chat; CalibrationError where it fails, however it does."""
-        if not getattr(tokenizer, "chat_template", None):
-            raise CalibrationError(
-                f"{self.where} is a chat, and the tokenizer has no chat template; give texts, or the tokenizer of a "
-                "model that has one (--tokenizer)"
-            )
         try:
             with _limits():
                 return str(tokenizer.apply_chat_template(list(self.messages), tokenize=False))
         except Exception as error:  # a program that we do not know may raise anything
+            if getattr(tokenizer, "chat_template", "its own way") is None:
+                raise CalibrationError(
+                    f"{self.where} is a chat, and the tokenizer has no chat template (chat_template is not set); give "
+                    "texts, or the tokenizer of a model that has one (--tokenizer)"
+                ) from error
             reason = str(error) or type(error).__name__
             raise CalibrationError(f"{self.where} does not fit the tokenizer's chat template: {reason}") from error
 

@@ -256,6 +256,9 @@ def test_calibration_comes_as_a_dictionary_too(tmp_path):
     assert contents(tmp_path / "dictionary") == contents(tmp_path / "record")
     with pytest.raises(ConfigError, match="'sample' is not a setting of Calibration; did you mean samples"):
         gptqkit.quantize(model, {"source": "a.txt", "sample": 3}, tmp_path / "out")
+    for progress in (True, gptqkit.ProgressDisplay):
+        with pytest.raises(ConfigError, match=r"progress is .*; give a function, or ProgressDisplay\(\)"):
+            gptqkit.quantize(model, settings, tmp_path / "out", progress=progress)
 
 
 @pytest.mark.parametrize(("name", "bad"), [("mistral", 0), ("mistral", 4), ("mixtral", 4)])

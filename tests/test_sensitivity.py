@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from gptqkit import QuantizeConfig, Run, imatrix, inspect, load, plan
@@ -14,7 +14,7 @@ from gptqkit.errors import ConfigError, DoesNotFitError, NonFiniteError, OutputE
 from gptqkit.model import FloatModel
 from gptqkit.progress import silent
 from gptqkit.sensitivity import sensitivities
-from support.models import build, overflowing, samples
+from support.models import build, overflowing, samples, save
 from support.pipeline import assert_close, outputs, quantize, weights
 
 
@@ -161,6 +161,18 @@ def test_a_size_is_kept_and_used(tmp_path, name, dtype, format_):
     with pytest.raises(ConfigError, match=r"target_size is 1.00 KiB, but the smallest widths make \d+"):
         size("small", target_size=1024, progress=steps.append)
     assert not steps
+
+
+def test_a_size_that_the_files_do_not_allow_is_named(tmp_path, caplog):
+    """Tensors that no module of the model has are copied."""
+    tensors = save(loud().half(), tmp_path / "float")
+    size = sum(tensor.nbytes for tensor in tensors.values()) * 2 // 3
+    quantize(tmp_path / "float", tmp_path / "out", samples(16), target_size=size)
+    assert "target_size" not in caplog.text
+    tensors["extra.weight"] = torch.zeros(200, 300, dtype=torch.float16)
+    save_file(tensors, tmp_path / "float" / "model.safetensors", {"format": "pt"})
+    quantize(tmp_path / "float", tmp_path / "larger", samples(16), target_size=size)
+    assert re.search(r"the checkpoint's tensors take .* KiB, and target_size is .* KiB", caplog.text)
 
 
 def test_chosen_bits_lose_less_than_the_same_for_all(tmp_path):

@@ -36,6 +36,7 @@ from .export.card import HEAT_MAP, write_card
 from .export.checkpoint import REPORT, public_name, write_report
 from .export.convert import check_apart
 from .export.formats import find_format
+from .export.inspect import inspect
 from .export.shards import read_json, some
 from .export.staging import check_target
 from .hub import at_home, push
@@ -54,6 +55,7 @@ from .report import QuantizationReport
 from .run import PLACES, Run
 from .sensitivity import with_chosen_before, with_chosen_bits
 from .settings import settings_of
+from .units import size_text
 
 _LOG = logging.getLogger("gptqkit")
 
@@ -121,6 +123,8 @@ def quantize(
     config, run = settings_of(QuantizeConfig, config or {}), settings_of(Run, run or {})
     out = Path(at_home(out)).absolute()
     calibration = _calibration(calibration, config)
+    if not callable(progress) or isinstance(progress, type):
+        raise ConfigError(f"progress is {progress!r}; give a function, or ProgressDisplay()")
     if not isinstance(model, (str, Path, PreTrainedModel)):
         raise ArchitectureError(f"model is a {type(model).__name__}; give a folder, an id, or a PreTrainedModel")
     if isinstance(model, PreTrainedModel) and run.revision is not None:
@@ -170,11 +174,22 @@ def quantize(
 
 
 def _describe(checkpoint: Path, report: QuantizationReport, source: FloatModel) -> None:
-    """Write report, heat map and model card."""
+    """Write report, heat map and model card; say so where the checkpoint became larger than it should."""
     write_report(checkpoint, report.to_dict())
     if any(row.layer is not None and row.error is not None for row in report.modules):
         (checkpoint / HEAT_MAP).write_text(report_svg(checkpoint), encoding="utf-8")
     write_card(checkpoint, source.path)
+    limit = report.config.target_size
+    if limit is not None:
+        summary = inspect(checkpoint)
+        size = summary.packed_bytes + summary.other_bytes
+        if size > int(limit):  # what no forward pass calls stays as it is, and so do tensors that no module has
+            _LOG.warning(
+                "the checkpoint's tensors take %s, and target_size is %s: some are copied that the choice of bits does "
+                "not count; ask for as much less",
+                size_text(size),
+                size_text(int(limit)),
+            )
 
 
 def _pushed(out: Path, run: Run, processes: Processes) -> str | None:
