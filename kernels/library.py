@@ -135,11 +135,17 @@ class KernelLibrary:
 
 
 def library_for(device: torch.device) -> tuple[KernelLibrary | None, str]:
-    """Return the library that serves a GPU, or None and why there is none, in half a sentence."""
+    """Return the library that serves a GPU, tried on it once, or None and why there is none, in half a sentence."""
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
         return None, f"{torch.cuda.get_device_name(device)} has compute capability {capability}, and 8.0 is needed"
-    return find_library()
+    library, reason = find_library()
+    if library is None:
+        return None, reason
+    from .trial import fault  # which runs what is built on this module
+
+    wrong = fault(library, device)
+    return (None, f"{wrong} on {torch.cuda.get_device_name(device)}; please report it") if wrong else (library, "")
 
 
 @cache

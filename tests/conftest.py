@@ -124,6 +124,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     library = request.getfixturevalue("emulation").launcher.library
     request.getfixturevalue("device_guard")
     monkeypatch.setattr("gptqkit.kernels.library.find_library", lambda: (library, ""))
+    monkeypatch.setattr("gptqkit.kernels.trial.fault", lambda *_: "")  # operators alone reach the emulator from here
     with simulated_gpu():
         yield "cuda"
 
