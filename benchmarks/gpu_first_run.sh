@@ -4,7 +4,7 @@
 #     benchmarks/gpu_first_run.sh CALL [OUT]
 #
 # What is worth most comes first, and the last call measures what the second has tuned. CALL is one of
-#   first   the kernel library, built for this GPU; its tests, a process for each file; products at 4 bits in float16 on
+#   first   the kernel library, built for this GPU, and its trial; its tests, a process for each file; products at 4 bits in float16 on
 #           two shapes, every one checked; counters of three gemm kernels, where ncu is there
 #   second  this GPU's constants, written to kernels/devices (bring that file along to the next call); with them, the
 #           table of all products; the host's cost of a call
@@ -89,6 +89,9 @@ fi
 
 case $call in
 first)
+    step trial 60 "$python" -c 'import torch
+from gptqkit.kernels.library import tried_library
+print(tried_library(torch.device("cuda", 0))[1] or "the kernels passed their trial")'
     step subnormals 60 "$python" -m pytest -p no:cacheprovider -W default -m gpu -v --tb=short -k unit_inputs tests/kernels/test_cuda.py
     tests 120 -m gpu tests/kernels/test_{cuda,streams,sweep}.py tests/quantizer/test_rows.py
     step gemm 200 "$python" benchmarks/gemm.py --out "$out" --bits 4 --dtypes float16 --shapes 8192x28672 4096x4096

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ..errors import ShapeError
 from ..quantizer.quantized import QuantizedWeight
-from .library import library_for
+from .library import tried_library
 from .linear import QuantLinear, whole_zero_points
 from .ops import BITS, DTYPES, Launcher, Layer, launcher_for
 
@@ -49,7 +49,7 @@ class CudaLinear(QuantLinear):
     @classmethod
     def refusal(cls, weight: QuantizedWeight, dtype: torch.dtype) -> str | None:
         """Return why the kernels cannot serve the layer, or None where they can; may build them, once."""
-        return super().refusal(weight, dtype) or unfit(weight, dtype) or library_for(weight.codes.device)[1] or None
+        return super().refusal(weight, dtype) or unfit(weight, dtype) or tried_library(weight.codes.device)[1] or None
 
     @property
     def weight(self) -> Tensor:

@@ -135,11 +135,16 @@ class KernelLibrary:
 
 
 def library_for(device: torch.device) -> tuple[KernelLibrary | None, str]:
-    """Return the library that serves a GPU, tried on it once, or None and why there is none, in half a sentence."""
+    """Return the library that serves a GPU, or None and why there is none, in half a sentence."""
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
         return None, f"{torch.cuda.get_device_name(device)} has compute capability {capability}, and 8.0 is needed"
-    library, reason = find_library()
+    return find_library()
+
+
+def tried_library(device: torch.device) -> tuple[KernelLibrary | None, str]:
+    """Return the library that serves a GPU if it was right there in its trial, or None and why, in half a sentence."""
+    library, reason = library_for(device)
     if library is None:
         return None, reason
     from .trial import fault  # which runs what is built on this module

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShapeError
-from .library import KernelLibrary, library_for
+from .library import KernelLibrary, tried_library
 
 MOST_COLUMNS = 384
 """Columns of a block whose weights fit into shared memory; `csrc/sweep.cu` refuses more."""
@@ -24,7 +24,7 @@ def sweep_library(target: Tensor) -> KernelLibrary | None:
     """
     if target.device.type != "cuda" or target.dtype != torch.float32:
         return None
-    library, reason = library_for(target.device)
+    library, reason = tried_library(target.device)
     if library is None:
         _warn(reason)
     return library

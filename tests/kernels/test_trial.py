@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from gptqkit.kernels.library import KernelLibrary, library_for
+from gptqkit.kernels.library import KernelLibrary, tried_library
 from gptqkit.kernels.linear import TorchLinear, make_linear
 from gptqkit.kernels.trial import fault
 from support.kernel_cases import make_weight
@@ -36,7 +36,7 @@ def test_a_kernel_that_does_nothing_is_found(emulator_path, monkeypatch, name, w
 def test_a_fault_is_named_and_torch_computes_instead(gpu, monkeypatch):
     monkeypatch.setattr("gptqkit.kernels.trial.fault", lambda *_: "the kernels' product of 1 rows is wrong")
     device = torch.device("cuda", 0)
-    library, reason = library_for(device)
+    library, reason = tried_library(device)
     assert library is None
     assert reason.startswith("the kernels' product of 1 rows is wrong on ")
     layer = make_linear(make_weight().to(gpu), None, torch.float16, name="layer")
