@@ -93,7 +93,7 @@ first)
 from gptqkit.kernels.library import tried_library
 print(tried_library(torch.device("cuda", 0))[1] or "the kernels passed their trial")'
     step subnormals 60 "$python" -m pytest -p no:cacheprovider -W default -m gpu -v --tb=short -k unit_inputs tests/kernels/test_cuda.py
-    tests 120 -m gpu tests/kernels/test_{cuda,streams,sweep}.py tests/quantizer/test_rows.py
+    tests 120 -m gpu tests/kernels/test_{trial,cuda,streams,sweep}.py tests/quantizer/test_rows.py
     step gemm 200 "$python" benchmarks/gemm.py --out "$out" --bits 4 --dtypes float16 --shapes 8192x28672 4096x4096
     if ncu=$(find_tool ncu); then
         # Share of the memory's and the tensor cores' speed, and what warps wait for, of three kernels.
