@@ -123,12 +123,7 @@ def quantize(
     config, run = settings_of(QuantizeConfig, config or {}), settings_of(Run, run or {})
     out = Path(at_home(out)).absolute()
     calibration = _calibration(calibration, config)
-    if not callable(progress) or isinstance(progress, type):
-        raise ConfigError(f"progress is {progress!r}; give a function, or ProgressDisplay()")
-    if not isinstance(model, (str, Path, PreTrainedModel)):
-        raise ArchitectureError(f"model is a {type(model).__name__}; give a folder, an id, or a PreTrainedModel")
-    if isinstance(model, PreTrainedModel) and run.revision is not None:
-        raise ConfigError(f"revision is {run.revision!r}, but the model is loaded already; leave it out")
+    _check_call(model, run, progress)
     with join(choose_device(run.device)) as processes, on_disk(model) as (path, name):
         with processes.together():
             source = FloatModel(path, trust_remote_code=run.trust_remote_code, revision=run.revision)
@@ -171,6 +166,16 @@ def quantize(
                     _describe(staged, report, source)
                     job.publish(staged)
         return QuantizeResult(processes.gather(report)[0], out, _pushed(out, run, processes))
+
+
+def _check_call(model: Any, run: Run, progress: Any) -> None:
+    """Refuse what is no model or no callback, and a revision of a loaded model."""
+    if not callable(progress) or isinstance(progress, type):
+        raise ConfigError(f"progress is {progress!r}; give a function, or ProgressDisplay()")
+    if not isinstance(model, (str, Path, PreTrainedModel)):
+        raise ArchitectureError(f"model is a {type(model).__name__}; give a folder, an id, or a PreTrainedModel")
+    if isinstance(model, PreTrainedModel) and run.revision is not None:
+        raise ConfigError(f"revision is {run.revision!r}, but the model is loaded already; leave it out")
 
 
 def _describe(checkpoint: Path, report: QuantizationReport, source: FloatModel) -> None:
