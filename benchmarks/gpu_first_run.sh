@@ -90,7 +90,7 @@ fi
 case $call in
 first)
     step trial 60 "$python" -c 'import torch
-from gptqkit.kernels.library import tried_library
+from gptqkit.kernels.trial import tried_library
 print(tried_library(torch.device("cuda", 0))[1] or "the kernels passed their trial")'
     step subnormals 60 "$python" -m pytest -p no:cacheprovider -W default -m gpu -v --tb=short -k unit_inputs tests/kernels/test_cuda.py
     tests 120 -m gpu tests/kernels/test_{trial,cuda,streams,sweep}.py tests/quantizer/test_rows.py

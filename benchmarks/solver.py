@@ -25,7 +25,7 @@ import torch
 
 from gptqkit.calibration.statistics import InputStatistics, full_float32
 from gptqkit.export.formats import find_format
-from gptqkit.kernels.sweep import sweep_library
+from gptqkit.kernels.trial import sweep_library
 from gptqkit.quantizer import gptq, sweep
 from gptqkit.quantizer.config import QuantizeConfig
 from gptqkit.quantizer.factor import factorize

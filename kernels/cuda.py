@@ -9,7 +9,6 @@ torch backend's by the order of summation and, up to 16 rows, by the rounding of
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any, ClassVar, cast
 
 import torch
@@ -19,9 +18,10 @@ from torch.nn import functional
 
 from ..errors import ShapeError
 from ..quantizer.quantized import QuantizedWeight
-from .library import tried_library
-from .linear import QuantLinear, whole_zero_points
-from .ops import BITS, DTYPES, Launcher, Layer, launcher_for
+from .linear import QuantLinear
+from .ops import DTYPES, Launcher, Layer, launcher_for
+from .packing import pack_layer
+from .trial import tried_library
 
 _linear = torch.ops.gptqkit.linear.default
 
@@ -37,14 +37,10 @@ class CudaLinear(QuantLinear):
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(weight, bias, dtype)
-        bits = next(each for each in BITS if each >= self.bits)
-        self._sizes = (bits, self.group_size, self.out_features)
-        order = torch.argsort(weight.group_index, stable=True) if self.act_order else None
-        zeros = whole_zero_points(weight) if torch.equal(weight.scale.half().float(), weight.scale) else None
-        self.register_buffer("packed", pack_codes(weight.codes if order is None else weight.codes[:, order], bits))
-        self.register_buffer("scale", pack_free(weight.scale) if zeros is None else pack_grid(weight.scale.half()))
-        self.register_buffer("zero", pack_free(weight.offset) if zeros is None else pack_zeros(zeros, bits))
-        self.register_buffer("order", None if order is None else order.to(torch.int32))
+        form = pack_layer(weight)
+        self._sizes = (form.bits, self.group_size, self.out_features)
+        for name in ("packed", "scale", "zero", "order"):
+            self.register_buffer(name, getattr(form, name))
 
     @classmethod
     def refusal(cls, weight: QuantizedWeight, dtype: torch.dtype) -> str | None:
@@ -115,53 +111,3 @@ def unfit(weight: QuantizedWeight, dtype: torch.dtype) -> str | None:
     members = torch.bincount(weight.group_index, minlength=weight.scale.shape[1])  # the last may be shorter
     even = bool((members[:-1] == size).all())
     return None if even else f"some groups have more or less than {size} columns and cannot be sorted"
-
-
-def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Return codes, uint8 (out, in), in the kernels' layout, int32 (out tiles, in tiles, bits, 32, 4).
-
-    `csrc/layout.cuh` says which bits of which word hold the pair (i, r) of a lane; codes beyond the last are 0.
-    """
-    parts = (codes[first : first + 1024] for first in range(0, codes.shape[0] or 1, 1024))  # to take less memory
-    return torch.cat([_pack_rows(part, bits) for part in parts])
-
-
-def _pack_rows(codes: Tensor, bits: int) -> Tensor:
-    padded = functional.pad(codes, (0, -codes.shape[1] % 64, 0, -codes.shape[0] % 64))
-    # Outputs are (tile, c, i, r & 1), inputs (unit, step, t, r >> 1, element of the pair).
-    parts = padded.view(-1, 8, 4, 2, padded.shape[1] // 64, 4, 4, 2, 2).permute(0, 4, 5, 1, 6, 2, 7, 3, 8).flatten(6, 7)
-    pairs = parts[..., 0].int() | parts[..., 1].int() << 16
-    words = pairs.new_zeros(*pairs.shape[:5], bits)  # tile, unit, step, c, t
-    for i, r in product(range(4), range(4)):
-        pair = pairs[..., i, r]
-        if bits == 2:
-            words[..., i // 2] |= pair << 4 * (i % 2) + (0, 2, 8, 10)[r]
-        elif bits == 4:
-            words[..., i] |= pair << 4 * r
-        elif bits == 8:
-            words[..., 2 * i + r % 2] |= pair << 8 * (r // 2)
-        elif i < 3:
-            words[..., i] |= pair << 3 * r
-        elif r < 3:
-            words[..., -r % 3] |= pair << 12
-        else:
-            for bit in range(3):
-                words[..., bit] |= (pair >> bit & 0x00010001) << 15
-    lanes = words.permute(0, 1, 3, 4, 2, 5).reshape(*words.shape[:2], 32, bits, 4)
-    return lanes.transpose(2, 3).contiguous()
-
-
-def pack_grid(values: Tensor) -> Tensor:
-    """Return values of groups, (out, groups), as the kernels read them, (groups, out padded to 64)."""
-    return functional.pad(values.t(), (0, -values.shape[0] % 64)).contiguous()
-
-
-def pack_free(values: Tensor) -> Tensor:
-    """Return float32 values of groups, (out, groups), as the kernels read them, (groups, out padded to 64)."""
-    return pack_grid(values).view(values.shape[1], -1, 8, 2, 4).transpose(2, 3).flatten(1)
-
-
-def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
-    """Return zero points, int16 (out, groups), as the kernels read them: in nibbles, bytes or int16."""
-    ordered = pack_grid(zeros) if bits == 8 else pack_grid(zeros).to(torch.uint8)
-    return ordered if bits >= 4 else ordered[:, ::2] | ordered[:, 1::2] << 4

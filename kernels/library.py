@@ -142,17 +142,6 @@ def library_for(device: torch.device) -> tuple[KernelLibrary | None, str]:
     return find_library()
 
 
-def tried_library(device: torch.device) -> tuple[KernelLibrary | None, str]:
-    """Return the library that serves a GPU if it was right there in its trial, or None and why, in half a sentence."""
-    library, reason = library_for(device)
-    if library is None:
-        return None, reason
-    from .trial import fault  # which runs what is built on this module
-
-    wrong = fault(library, device)
-    return (None, f"{wrong} on {torch.cuda.get_device_name(device)}; please report it") if wrong else (library, "")
-
-
 @cache
 def find_library() -> tuple[KernelLibrary | None, str]:
     """Return the library of this installation; looked for, and if need be built, at the first call only."""

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import nullcontext
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import ShapeError
-from .library import KernelLibrary, tried_library
+from .library import KernelLibrary
 
 MOST_COLUMNS = 384
 """Columns of a block whose weights fit into shared memory; `csrc/sweep.cu` refuses more."""
-
-
-def sweep_library(target: Tensor) -> KernelLibrary | None:
-    """Return the library that can sweep blocks of `target`, or None: no GPU, no library, not float32.
-
-    A library that is missing where there is a GPU is logged, once.
-    """
-    if target.device.type != "cuda" or target.dtype != torch.float32:
-        return None
-    library, reason = tried_library(target.device)
-    if library is None:
-        _warn(reason)
-    return library
-
-
-@cache
-def _warn(reason: str) -> None:
-    message = "the solver sweeps columns with torch, which is slower, because %s"
-    logging.getLogger("gptqkit").warning(message, reason)
 
 
 class Sweep(NamedTuple):
@@ -53,7 +32,7 @@ def sweep_block(library: KernelLibrary, tensors: Sweep, *, bits: int) -> Tensor:
     """Round the columns of a block in turn, each one's error moved onto later ones.
 
     Args:
-        library: See `sweep_library`.
+        library: See `trial.sweep_library`.
         tensors: Of which `block`, (columns, rows), `codes` and `values` are written.
         bits: Of the codes.
 

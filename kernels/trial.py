@@ -6,6 +6,7 @@ why.
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from itertools import product
 
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..quantizer.quantized import QuantizedWeight
-from .cuda import CudaLinear
-from .library import KernelLibrary
+from .library import KernelLibrary, library_for
 from .ops import BITS, DTYPES, Device, Launcher, Layer, Tuning
+from .packing import pack_layer
 from .sweep import Sweep, sweep_block
 
 OUTPUTS, INPUTS, GROUP = 96, 416, 32  # one and a half tiles, six and a half units
@@ -24,6 +25,32 @@ PRODUCTS = ((1, 3), (16, 1), (24, 3), (70, 1))
 
 LARGEST_ERROR = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Relative to the largest value of a product; its result is rounded to 5e-4 and 4e-3 of each."""
+
+
+def tried_library(device: torch.device) -> tuple[KernelLibrary | None, str]:
+    """Return the library that serves a GPU if it was right there in its trial, or None and why, in half a sentence."""
+    library, reason = library_for(device)
+    wrong = "" if library is None else fault(library, device)
+    return (None, f"{wrong} on {torch.cuda.get_device_name(device)}; please report it") if wrong else (library, reason)
+
+
+def sweep_library(target: Tensor) -> KernelLibrary | None:
+    """Return the library that can sweep blocks of `target`, or None: no GPU, no library, not float32.
+
+    A library that is missing where there is a GPU is logged, once.
+    """
+    if target.device.type != "cuda" or target.dtype != torch.float32:
+        return None
+    library, reason = tried_library(target.device)
+    if library is None:
+        _warn(reason)
+    return library
+
+
+@cache
+def _warn(reason: str) -> None:
+    message = "the solver sweeps columns with torch, which is slower, because %s"
+    logging.getLogger("gptqkit").warning(message, reason)
 
 
 @cache
@@ -68,8 +95,7 @@ def _weight(bits: int, *, free: bool, generator: torch.Generator) -> QuantizedWe
 
 def _wrong_product(launcher: Launcher, weight: QuantizedWeight, dtype: torch.dtype, generator: torch.Generator) -> str:
     """Return which product with a weight, or whether the weight itself, is wrong."""
-    layer = CudaLinear(weight.to(launcher.device), None, dtype)
-    words, scale, zero = (layer.get_buffer(name) for name in ("packed", "scale", "zero"))
+    _, words, scale, zero, _ = pack_layer(weight.to(launcher.device))
     sizes = (weight.bits, GROUP, OUTPUTS)
     dense = weight.dequantize(dtype)
     if not torch.equal(launcher.dequantize(words, scale, zero, *sizes, INPUTS, dtype).cpu(), dense):

@@ -79,7 +79,8 @@ class QuantizeConfig:
             files of gptq carry beside them: the parts of every block get 2, 3, 4 or 8 bits, in groups of `group_size`
             or halves of it down to 32, or stay in floating point, as it matters most, but for modules that have an
             override.
-        target_size: Instead of that, the most that all tensors of the checkpoint may take, in bytes or such as "4GB".
+        target_size: Instead of that, the most that all tensors of the checkpoint may take, in bytes or such as "4GB". A
+            warning says so where tensors that are copied make it more.
         sym: Symmetric or asymmetric grids: the zero point is fixed at 2^(bits-1), and scales may be negative, or it is
             chosen for every group.
         quality: "fast" solves every layer with gptq and refines it; "balanced" takes loaq, simulated grids and

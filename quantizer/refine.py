@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..calibration.statistics import full_float32
 from ..kernels.library import KernelLibrary
-from ..kernels.sweep import MOST_COLUMNS, Sweep, sweep_block, sweep_library
+from ..kernels.sweep import MOST_COLUMNS, Sweep, sweep_block
+from ..kernels.trial import sweep_library
 from .grid import GroupGrid, Snap
 from .quantized import QuantizedWeight
 

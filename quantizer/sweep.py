@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.library import KernelLibrary
-from ..kernels.sweep import MOST_COLUMNS, Sweep, sweep_block, sweep_library
+from ..kernels.sweep import MOST_COLUMNS, Sweep, sweep_block
+from ..kernels.trial import sweep_library
 from .config import QuantizeConfig
 from .grid import GroupGrid, IntegerZeroPoint, Snap, fit_grid, improve_grid
 from .order import ColumnOrder

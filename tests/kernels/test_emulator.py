@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from gptqkit.errors import BackendError
-from gptqkit.kernels.cuda import pack_codes, pack_grid, pack_zeros
 from gptqkit.kernels.library import LayerRecord, Shape
+from gptqkit.kernels.packing import pack_codes, pack_grid, pack_zeros
 from support import kernel_cases
 from support.kernel_cases import make_weight, random, with_free_grids
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from gptqkit.errors import ShapeError
-from gptqkit.kernels.sweep import Sweep, sweep_block, sweep_library
+from gptqkit.kernels.sweep import Sweep, sweep_block
+from gptqkit.kernels.trial import sweep_library
 from gptqkit.quantizer import refine as refinement
 from gptqkit.quantizer import sweep as solver
 from gptqkit.quantizer.config import QuantizeConfig

@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 
-from gptqkit.kernels.library import KernelLibrary, tried_library
+from gptqkit.kernels.library import KernelLibrary
 from gptqkit.kernels.linear import TorchLinear, make_linear
-from gptqkit.kernels.trial import fault
+from gptqkit.kernels.trial import fault, tried_library
 from support.kernel_cases import make_weight
 
 
