@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
@@ -163,15 +164,50 @@ def test_a_size_is_kept_and_used(tmp_path, name, dtype, format_):
     assert not steps
 
 
-def test_a_size_that_the_files_do_not_allow_is_named(tmp_path, caplog):
+def with_more(folder):
     """Tensors that no module of the model has are copied."""
-    tensors = save(loud().half(), tmp_path / "float")
-    size = sum(tensor.nbytes for tensor in tensors.values()) * 2 // 3
-    quantize(tmp_path / "float", tmp_path / "out", samples(16), target_size=size)
-    assert "target_size" not in caplog.text
-    tensors["extra.weight"] = torch.zeros(200, 300, dtype=torch.float16)
-    save_file(tensors, tmp_path / "float" / "model.safetensors", {"format": "pt"})
-    quantize(tmp_path / "float", tmp_path / "larger", samples(16), target_size=size)
+    tensors = save(loud().half(), folder)
+    save_file({**tensors, "extra.weight": torch.zeros(200, 300).half()}, folder / "model.safetensors", {"format": "pt"})
+
+
+def wider_than_said(folder):
+    """What stays in floating point is copied from the files, whatever dtype config.json names."""
+    save(loud().half(), folder)
+    tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def never_called(folder):
+    """A decoder alone does not look at an encoder."""
+    config = transformers.BartConfig(
+        d_model=64, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=96, vocab_size=96, is_decoder=True
+    )
+    torch.manual_seed(0)
+    save(transformers.BartForCausalLM(config).half(), folder)
+
+
+def stacked(folder):
+    save(build("gpt_oss").half(), folder)
+
+
+@pytest.mark.parametrize("make", [with_more, wider_than_said, never_called, stacked])
+def test_a_size_counts_what_is_copied(make, tmp_path):
+    make(tmp_path / "float")
+
+    def size(out, **more):
+        quantize(tmp_path / "float", tmp_path / out, samples(16), group_size=32, bits=3, **more)
+        return sum(tensor.nbytes for tensor in load_file(tmp_path / out / "model.safetensors").values())
+
+    wide, narrow = size("wide", target_bits=8.9), size("narrow", target_bits=3)
+    target = (wide + narrow) // 2
+    assert target - 0.15 * (wide - narrow) < size("out", target_size=target) <= target
+
+
+def test_a_size_that_is_not_kept_is_named(tmp_path, caplog):
+    """What overrides choose is taken as quantized, whether or not it is called."""
+    never_called(tmp_path / "float")
+    settings = {"group_size": 32, "overrides": {"encoder_attn": {"bits": 2}}}
+    quantize(tmp_path / "float", tmp_path / "out", samples(16), **settings, target_size=190_000)
     assert re.search(r"the checkpoint's tensors take .* KiB, and target_size is .* KiB", caplog.text)
 
 

@@ -53,7 +53,7 @@ from .quantizer.config import QuantizeConfig
 from .quantizer.methods import needs_calibration, needs_cross, needs_drift, pairs_models
 from .quantizer.rows import PARTS
 from .run import LARGEST_BATCH, Run
-from .sensitivity import reachable
+from .sensitivity import check_reachable
 from .settings import settings_of
 from .solving import alike
 from .subsets import STATISTICS_BYTES, input_bytes, output_bytes
@@ -164,7 +164,9 @@ def plan(
     if out is not None:
         check_apart(folder, Path(at_home(out)))
     if config.chooses_bits:
-        reachable(empty.model, find_targets(empty.model, config)[0], config)
+        targets, head = find_targets(empty.model, config)[0], find_head(empty.model, config)
+        every = [each for own in [*targets, [head] if head else []] for each in own]
+        check_reachable(sum(checkpoint_bytes(empty.model, every, config)), targets, config)
     beside = Path.cwd() if out is None else Path(at_home(out)).parent
     return estimate(empty, config, shape, run, choose_device(run.device), beside)
 

@@ -154,6 +154,16 @@ class FloatModel:
                 if name.removesuffix(".weight") not in solved:
                     yield name, self.model.get_parameter(name).detach().to(dtype)
 
+    def stored_bytes(self) -> tuple[int, dict[str, int]]:
+        """Return the bytes of all stored tensors, and by its name those of each value of a tensor of the model."""
+        total, each = 0, dict[str, int]()
+        for stored in self._tensors.where:
+            meta, own = self._tensors.meta(stored), self.names.working(stored)
+            total += meta.nbytes
+            apart = [name for parameter in self.names.parameters(stored) for name in self._apart(parameter)]
+            each |= dict.fromkeys(apart if own is None else [own], meta.itemsize)
+        return total, each
+
     def identity(self) -> dict[str, Any]:
         """Return what tells this model from others: digests of config.json and, in part, of the files of weights."""
         config = hashlib.sha256((self.path / "config.json").read_bytes()).hexdigest()

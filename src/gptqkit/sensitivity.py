@@ -13,7 +13,6 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from .calibration.samples import Samples
 from .distributed import Processes
@@ -27,7 +26,7 @@ from .quantizer.gptq import solve_gptq
 from .run import Run
 from .solving import naming
 from .streams import Streams
-from .targets import Target, checkpoint_bytes, find_head, find_targets, matrix, tell_misfits
+from .targets import Target, find_head, find_targets, matrix, tell_misfits
 from .units import size_text
 from .walking import float_blocks
 
@@ -104,38 +103,43 @@ def sensitivities(
     """
     targets, left = find_targets(source.model, config)
     tell_misfits(targets, left, config, strict=run.strict, log=False)
-    whole = bytes_as_asked(source.model, targets, config)  # later, they are not tied, nor in their dtype
+    head, (whole, itemsizes) = find_head(source.model, config), source.stored_bytes()
+    every = [each for own in [*targets, [head] if head else []] for each in own]
+    floats = {each.name: each.weights * itemsizes.get(f"{each.name}.weight", 0) for each in every}
+    whole += sum(each.packed_bytes - floats[each.name] for each in every)
+    free = _free(targets, config)
     if config.chooses_bits:  # a target that is out of reach shows before any work
-        budget, free = reachable(source.model, targets, config)
-        floats = 8 * source.dtype.itemsize * sum(each.weights for each in free)
-        if config.target_size is not None and not config.overrides and 0 < floats <= budget:
+        budget, stored = check_reachable(whole, targets, config), 8 * sum(floats[each.name] for each in free)
+        if config.target_size is not None and not config.overrides and 0 < stored <= budget:
             asked = size_text(int(config.target_size))
             raise ConfigError(f"target_size is {asked}, in which everything fits in floating point; give less")
     parts: dict[str, list[Candidate]] = {}
     members: dict[str, list[Target]] = {}
     for layer, streams in float_blocks(source, samples, processes, run, out, skip=config.skip_nonfinite):
         for own, lost in _measured(layer, targets[layer], streams, config):
-            stored = 8 * streams.model.dtype.itemsize * sum(each.weights for each in own)
+            stored = 8 * sum(floats[each.name] for each in own)
             plain = Candidate(bits=None, group_size=None, size=stored, loss=0.0)
             parts[own[0].name], members[own[0].name] = [*_candidates(own, lost, config), plain], own
         if processes.rank == 0:
             progress(Progress(stage="choose bits", done=layer + 1, total=len(targets), layer=layer))
-    return parts, members, whole
+    called = {each.name for own in members.values() for each in own}
+    never = [each for each in free if each.name not in called]  # so they stay as they are
+    return parts, members, whole + sum(floats[each.name] - each.packed_bytes for each in never)
 
 
-def bytes_as_asked(model: PreTrainedModel, targets: Sequence[list[Target]], config: QuantizeConfig) -> int:
-    """Return the bytes of a checkpoint whose Linears all have the bits asked for."""
-    head = find_head(model, config)
-    return sum(checkpoint_bytes(model, [each for own in [*targets, [head] if head else []] for each in own], config))
+def check_reachable(whole: int, targets: Sequence[list[Target]], config: QuantizeConfig) -> float:
+    """Return the bits that may be given to Linears; ConfigError where the smallest widths take more.
 
-
-def reachable(
-    model: PreTrainedModel, targets: Sequence[list[Target]], config: QuantizeConfig
-) -> tuple[float, list[Target]]:
-    """Return the bits that may be given to Linears, and these; ConfigError where the smallest widths take more."""
-    free = [each for own in targets for each in own if config.override_of(each.name) is None]
+    The checkpoint has `whole` bytes where all have the bits asked for.
+    """
+    free = _free(targets, config)
     lossless = {each.name: _candidates([each], dict.fromkeys(_ways([each]), 0.0), config) for each in free}
-    return _budget(bytes_as_asked(model, targets, config), free, lossless, config), free
+    return _budget(whole, free, lossless, config)
+
+
+def _free(targets: Sequence[list[Target]], config: QuantizeConfig) -> list[Target]:
+    """Return the Linears whose bits are chosen."""
+    return [each for own in targets for each in own if config.override_of(each.name) is None]
 
 
 def _name(candidate: Candidate) -> str:
