@@ -145,7 +145,7 @@ def test_the_table_and_json_have_what_evaluate_and_inspect_say(
     output = capsys.readouterr()
     answer = json.loads(output.out)
     assert re.findall(r"^evaluate (\w+): 2 of 2", output.err, re.MULTILINE) == ["b4", "b2"]
-    assert loaded == [(str(example_model),)]
+    assert loaded == [(example_model,)]
     how = gptqkit.Evaluation(sequence_length=64, max_windows=2, device="cpu")
     for folder, row in zip(folders, answer["checkpoints"], strict=True):
         scores = gptqkit.evaluate(folder, text, how, reference=example_model).to_dict()

@@ -1,6 +1,7 @@
 """Encoders from end to end: quantized from files, reloaded, and measured by their embeddings."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -67,6 +68,15 @@ def test_folders_are_pooled_as_they_say_and_loaded_models_by_the_mean(source, ou
     assert isinstance(scores, gptqkit.EmbeddingScores)
     assert (scores.pooling, scores.texts, scores.sequence_length) == ("mean", 8, 64)
     assert scores.cosine == pytest.approx(float(cosines.mean()), abs=1e-5)
+
+
+def test_checkpoints_without_a_pooling_are_compared_as_the_reference_pools(source, out, tmp_path):
+    shutil.copytree(out, tmp_path / "bare", ignore=shutil.ignore_patterns("1_Pooling", "modules.json"))
+    assert not (tmp_path / "bare" / "1_Pooling").exists()
+    cosines = expected_cosines(out, source, tmp_path / "cls", lambda hidden: hidden[:, 0])
+    for found in gptqkit.compare([tmp_path / "bare", out], TEXTS, CPU, reference=source):
+        assert found.scores.pooling == "cls"
+        assert found.scores.cosine == pytest.approx(float(cosines.mean()), abs=1e-5)
 
 
 def test_what_an_encoder_has_not_is_refused(source, out, tmp_path):

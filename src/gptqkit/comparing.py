@@ -11,7 +11,7 @@ from typing import Any
 
 from .architecture import read_config
 from .errors import ConfigError
-from .evaluating import check_named, evaluate
+from .evaluating import check_named, measure
 from .evaluation.config import Evaluation
 from .evaluation.embeddings import EmbeddingScores
 from .evaluation.perplexity import Scores
@@ -85,16 +85,17 @@ def compare(
     summaries = [inspect(path) for path in paths]
     shapes = [(str(name), _config(path)) for name, path in zip(checkpoints, paths, strict=True)]
     _check_same_model(shapes)
+    pooled = None
     if isinstance(reference, (str, Path)):
-        name, code = str(reference), config.trust_remote_code
-        reference, _ = load_float(reference, device=config.device, dtype=config.dtype, trust_remote_code=code)
+        name, code, pooled = str(reference), config.trust_remote_code, fetch(reference)
+        reference, _ = load_float(pooled, device=config.device, dtype=config.dtype, trust_remote_code=code)
         _check_same_model([*shapes, (name, reference.config.to_dict())])
     return [
         Comparison(
             checkpoint=name,
             size=summary.packed_bytes + summary.other_bytes,
             bits_per_weight=summary.bits_per_weight,
-            scores=evaluate(path, dataset, config, reference=reference, progress=_named(name, progress)),
+            scores=measure(path, dataset, config, reference=reference, pooled=pooled, progress=_named(name, progress)),
         )
         for name, path, summary in zip(checkpoints, paths, summaries, strict=True)
     ]

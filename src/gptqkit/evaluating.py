@@ -83,11 +83,25 @@ def evaluate(
     """
     config = settings_of(Evaluation, config or {})
     check_named(dataset, config)
+    return measure(model, dataset, config, reference=reference, tokenizer=tokenizer, progress=progress)
+
+
+def measure(
+    model: Any,
+    dataset: Any,
+    config: Evaluation,
+    *,
+    reference: Any | None,
+    tokenizer: Any | None = None,
+    pooled: Path | None = None,
+    progress: ProgressCallback,
+) -> Scores | EmbeddingScores:
+    """Do the work of `evaluate`; `pooled` is the folder of a reference that is loaded already."""
     if isinstance(model, (str, Path)):
         model = fetch(model, config.revision, gguf=True)
     if isinstance(reference, (str, Path)):
         reference = fetch(reference)
-    folders = [each for each in (model, reference) if isinstance(each, Path)]
+    folders = [each for each in (model, reference, pooled) if isinstance(each, Path)]
     folder = model if isinstance(model, Path) else None
     model, own = _open(model, config, config.backend)
     tokenizer = own if tokenizer is None else open_tokenizer(tokenizer, trust_remote_code=config.trust_remote_code)
