@@ -16,11 +16,12 @@ from safetensors.torch import save_file
 import gptqkit
 from gptqkit import job
 from gptqkit.api import explained_memory
+from gptqkit.calibration.samples import Samples
 from gptqkit.distributed import Processes, join
 from gptqkit.errors import AbandonedError, DoesNotFitError, GptqkitError, RankError
 from gptqkit.job import work_path
 from support.jobs import CASES, before_blocks, contents, die, processes, quantize, too_little_memory
-from support.models import build, samples
+from support.models import build, overflowing, samples
 from support.pipeline import quantize as small
 
 CPU = torch.device("cpu")
@@ -89,6 +90,28 @@ def test_several_processes_write_the_files_of_one(job_models, undisturbed, case,
     first, *others = learned(tmp_path, range(size))
     assert first == {**everywhere, "steps": len(report.modules)}  # rank 0 reports progress
     assert others == [{**everywhere, "steps": 0}] * (size - 1)
+
+
+def chosen(out, ids):
+    """Choose bits, the smallest where nothing says that they matter; write down what was chosen."""
+    settings = {"bits": 3, "target_bits": 4.2, "skip_nonfinite": True, "method": "rtn"}
+    modules = small(overflowing("qwen2"), out, Samples(ids), **settings, run={"batch_size": 2}).report.modules
+    if os.environ.get("RANK", "0") == "0":
+        out.with_suffix(".json").write_text(json.dumps({module.name: module.bits for module in modules}))
+
+
+@pytest.mark.parametrize("bad", [2, 3])
+def test_bits_are_chosen_by_samples_that_count_whichever_process_has_them(bad, tmp_path):
+    """The first process loses all of its two samples, and the second perhaps one of its own."""
+    ids = samples(4 if bad == 2 else 5).input_ids.clamp_(max=94)
+    lost = ids.clone()
+    lost[:bad, 3] = 95
+    chosen(tmp_path / "alone", ids[bad:])
+    for ended in processes(chosen, tmp_path / "out", lost, size=2, log=tmp_path / "log"):
+        assert ended.code == 0, ended.text
+    expected = json.loads((tmp_path / "alone.json").read_text())
+    assert len(set(expected.values())) > 1
+    assert json.loads((tmp_path / "out.json").read_text()) == expected
 
 
 def cut_short(models, out, rank, layer, end):

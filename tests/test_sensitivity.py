@@ -287,7 +287,8 @@ def test_it_does_not_matter_where_a_sample_is_left_out(tmp_path):
     assert chosen[0] == chosen[1] == chosen[2]
 
 
-def test_a_sample_that_overflows_where_a_block_ends_shows_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("bad", [[1], [0, 1, 2, 3]])
+def test_a_sample_that_overflows_where_a_block_ends_shows_nothing(tmp_path, monkeypatch, bad):
     """Errors inside that block are measured on others."""
     model, forward = build("qwen2"), Qwen2DecoderLayer.forward
     model.get_input_embeddings().weight.data[:, 0].clamp_(-1, 1)
@@ -301,13 +302,15 @@ def test_a_sample_that_overflows_where_a_block_ends_shows_nothing(tmp_path, monk
 
     monkeypatch.setattr(Qwen2DecoderLayer, "forward", run)
     ids, losses = samples(64).input_ids.clamp_(max=94), []
-    ids[1, 3] = 95
+    ids[bad, 3] = 95
+    good = torch.cat([ids[: bad[0]], ids[bad[-1] + 1 :]])
     config = QuantizeConfig(quality="fast", group_size=32, target_bits=4.0, skip_nonfinite=True)
-    for folder, tokens in (("plain", torch.cat([ids[:1], ids[2:]])), ("model", ids)):
+    for folder, tokens in (("plain", good), ("model", ids)):
         alone, how, out = Processes(0, 1, torch.device("cpu")), Run(device="cpu"), tmp_path / "out"
         found = sensitivities(FloatModel(tmp_path / folder), Samples(tokens), config, alone, how, silent, out)[0]
-        losses.append([candidate.loss for candidates in found.values() for candidate in candidates])
-    assert losses[1] == pytest.approx(losses[0], rel=0.3)  # of 3 and of 4 samples
+        losses.append({name: [candidate.loss for candidate in found[name]] for name in found})
+    for name, expected in losses[0].items():  # where it ends, its Linears have seen those samples
+        assert losses[1][name] == pytest.approx(expected, rel=0.5 if "layers.0" in name else 1e-5), name
 
 
 def test_padding_does_not_change_what_is_measured(tmp_path):
@@ -319,8 +322,9 @@ def test_padding_does_not_change_what_is_measured(tmp_path):
     for given in (Samples(tokens), Samples(torch.where(mask, tokens.repeat(1, 3)[:, :60], 7), mask)):
         alone, run, out = Processes(0, 1, torch.device("cpu")), Run(device="cpu"), tmp_path / "out"
         found = sensitivities(FloatModel(tmp_path / "model"), given, config, alone, run, silent, out)[0]
-        losses.append([candidate.loss for candidates in found.values() for candidate in candidates])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+        losses.append({name: [candidate.loss for candidate in found[name]] for name in found})
+    for name, expected in losses[0].items():  # where it ends, its Linears have seen those samples
+        assert losses[1][name] == pytest.approx(expected, rel=0.5 if "layers.0" in name else 1e-5), name
 
 
 def test_what_cannot_be_solved_meanwhile_is_named(tmp_path):

@@ -300,7 +300,7 @@ class Pipeline:
                 part = write_part(self.job.stem(layer), self.model, layer, solved, self.config)
                 if solved and layer is not None:
                     names = [target.inner for target in self.targets[layer]]
-                    check_block(self.model, layer, part, names, streams.first_samples(layer), self.device, self.dtype)
+                    check_block(self.model, layer, part, names, streams.first_sample(layer), self.device, self.dtype)
                 self.job.commit(layer, part, reports, progress)
         self.job.records = self.processes.gather(self.job.records)[0]
 

@@ -207,7 +207,7 @@ def _measured(
                                 if way == probe:
                                     whole = solution if step == 1 else solve_gptq(weight, moments, settings, snap)
                                     rounded[target.inner] = whole.weight.dequantize()
-        effect = streams.processes.gather(_effect(layer, rounded, streams))[0]
+        effect = _effect(layer, rounded, streams)
         scale = effect / lost[probe] if lost[probe] else 0.0
         yield members, {way: scale * loss for way, loss in lost.items()}
 
@@ -256,20 +256,33 @@ def _size(target: Target, config: QuantizeConfig) -> float:
     return rows * (columns * bits + (16 + bits) * (columns // (target.config.group_size or columns)))
 
 
-def _effect(layer: int, rounded: dict[str, Tensor], streams: Streams) -> float:
-    """Return the squared distance of the block's output with some of its weights rounded, relative to its size."""
-    if streams.processes.rank:
-        return 0.0
-    block = streams.model.blocks[layer]
-    run = streams.first_samples(layer, SAMPLES)
-    expected, kept = run(block).double(), {}
+def _effect(layer: int, rounded: Mapping[str, Tensor], streams: Streams) -> float:
+    """Return the squared distance of the block's output with some of its weights rounded, relative to its size.
+
+    Of the first samples of all that count, and that leave the block finite, whichever process has them.
+    """
+    block, batches, expected, kept = streams.model.blocks[layer], streams.batches, dict[int, Tensor](), {}
+
+    def leaving(sample: int) -> Tensor:
+        one = range(sample, sample + 1)
+        states = streams.through(one, layer, block, streams.caches["hidden"].read(one))
+        return streams.of_tokens(states, one).double()
+
+    for sample in batches.mine:
+        if batches.counts[sample] and len(expected) < SAMPLES:
+            states = leaving(sample)
+            if bool(states.isfinite().all()):
+                expected[sample] = states
     for name, values in rounded.items():
         place = matrix(block.get_submodule(name))
         kept[name] = place.clone()
         place.copy_(values)
-    found = run(block).double()
+    found = {sample: leaving(sample).nan_to_num(0, 0, 0) for sample in expected}  # what overflows is lost altogether
     for name, values in kept.items():
         matrix(block.get_submodule(name)).copy_(values)
-    finite = (found + expected).isfinite().flatten(1).all(1)  # with skip_nonfinite, others are left out from here on
-    found, expected = found[finite], expected[finite]
-    return float((found - expected).square().sum() / expected.square().sum().clamp(min=1e-30))
+    own = [
+        (float((found[each] - states).square().sum()), float(states.square().sum()))
+        for each, states in expected.items()
+    ]
+    pairs = [pair for each in streams.processes.gather(own) for pair in each][:SAMPLES]
+    return sum(lost for lost, _ in pairs) / max(1e-30, sum(size for _, size in pairs))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .calibration.batches import Batches, pieces
+from .calibration.batches import Batches
 from .calibration.cache import ActivationCache, Handed
 from .calibration.capture import (
     BlockCall,
@@ -280,24 +280,16 @@ class Streams:
             apart = apart.all(1, keepdim=True)
         return states.masked_fill(apart.view(len(batch), *[1] * (states.dim() - 3), -1, 1), 0)
 
-    def first_samples(self, layer: int, count: int = 1) -> Callable[[nn.Module], Tensor]:
-        """Return what runs block `layer`, or another in its place, on the first samples in a row that count.
+    def first_sample(self, layer: int) -> Callable[[nn.Module], Tensor]:
+        """Return what runs block `layer`, or another in its place, on the first sample that counts.
 
-        It returns hidden states, samples first, with 0 for padding. As many samples as in any batch go at once.
+        It returns hidden states, samples first, with 0 for padding.
         """
         mine, counts = self.batches.mine, self.batches.counts
         start = next((sample for sample in mine if counts[sample]), mine.start)
-        rest = range(start + 1, min(start + count, mine.stop))
-        first = range(start, next((sample for sample in rest if not counts[sample]), rest.stop))
-        calls = {part: self._call(part, layer) for part in pieces(first, self.batches.size)}
-        hidden = {part: self._read("hidden", part, layer) for part in calls}
-        axis = self._stack(layer).axis
-
-        def run(block: nn.Module) -> Tensor:
-            states = {part: self._run(call, hidden[part], block).movedim(axis, 0) for part, call in calls.items()}
-            return torch.cat([self.of_tokens(each, part) for part, each in states.items()])
-
-        return run
+        one = range(start, start + 1)
+        call, hidden, axis = self._call(one, layer), self._read("hidden", one, layer), self._stack(layer).axis
+        return lambda block: self.of_tokens(self._run(call, hidden, block).movedim(axis, 0), one)
 
     def _capture(
         self, batch: range, layer: int, leaders: Sequence[Target], twin: nn.Module | None
