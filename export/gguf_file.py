@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .blocks import BLOCKS, decode
 from .files import check_file
-from .gguf_model import ARCHITECTURES, Architecture, in_halves, module_name
+from .gguf_model import ARCHITECTURES, Architecture, in_halves, module_name, query_scalar
 
 FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """By ggml's number of the type."""
@@ -129,9 +129,8 @@ class GgufFile:
             if hasattr(config, key) and f"{name}.{ours}" in self.metadata:
                 setattr(config, key, get(f"{name}.{ours}"))
         if hasattr(config, "query_pre_attn_scalar"):
-            largest = config.num_hidden_layers == {"gemma2": 46, "gemma3": 62}[name]
-            width = config.hidden_size // config.num_attention_heads
-            config.query_pre_attn_scalar = width if largest else config.head_dim
+            sizes = config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.head_dim
+            config.query_pre_attn_scalar = query_scalar(name, *sizes)
         rope = config.rope_parameters.get("full_attention", config.rope_parameters)  # gemma3
         rope.update(self._rope(config.max_position_embeddings))
         rotated, size = get(f"{name}.rope.dimension_count"), get(f"{name}.attention.key_length")

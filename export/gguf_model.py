@@ -42,6 +42,7 @@ _GEMMA = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_THETA = {"mixtral": 1e6, "gemma3_text": 1e6}  # rope_theta of files that do not say it, where it is not 10000
 _BLOCK = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _STEM = re.compile(r"blk\.(\d+)\.(.+)")
 
@@ -79,20 +80,31 @@ def _experts(config: Mapping[str, Any]) -> int:
 
 
 def _gemma3(config: Mapping[str, Any]) -> dict[str, Any]:
-    kinds = config.get("layer_types") or []
-    if kinds != ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(len(kinds))]:
-        raise ArchitectureError(
-            "layer_types differ; llama.cpp runs gemma3 with every sixth layer attending to all only"
-        )
+    _check_kinds(config, 6, config.get("sliding_window_pattern") or 6)  # where older files say it
     return {"attention.sliding_window": config["sliding_window"]}
 
 
 def _gemma2(config: Mapping[str, Any]) -> dict[str, Any]:
+    _check_kinds(config, 2, 2)
     return {
         "attn_logit_softcapping": float(config["attn_logit_softcapping"] or 0),
         "final_logit_softcapping": float(config["final_logit_softcapping"] or 0),
         "attention.sliding_window": config["sliding_window"],
     }
+
+
+def _check_kinds(config: Mapping[str, Any], every: int, pattern: int) -> None:
+    """Refuse a model in which not just every so many layers attend to all; `pattern` is for files that do not list."""
+    layers = config["num_hidden_layers"]
+    wanted, without_list = (
+        ["sliding_attention" if (layer + 1) % each else "full_attention" for layer in range(layers)]
+        for each in (every, pattern)
+    )
+    if (config.get("layer_types") or without_list) != wanted:
+        name, nth = {2: ("gemma2", "second"), 6: ("gemma3", "sixth")}[every]
+        raise ArchitectureError(
+            f"layer_types differ; llama.cpp runs {name} with every {nth} layer attending to all only"
+        )
 
 
 _LLAMA = {**_NORMS, **_ATTENTION, **_MLP}
@@ -161,12 +173,21 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
             raise ArchitectureError(f"{key} is {config[key]!r}; llama.cpp runs {kind} with {value!r} only")
     with _complete():
         _rope(config)
-        if kind in ("gemma2", "gemma3_text") and config["query_pre_attn_scalar"] != config["head_dim"]:
-            raise ArchitectureError("query_pre_attn_scalar differs from head_dim; llama.cpp takes head_dim")
+        rope_factors(config)
+        if kind in ("gemma2", "gemma3_text"):
+            sizes = (config[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim"))
+            given, taken = config["query_pre_attn_scalar"], query_scalar(found.name, *sizes)
+            if given != taken:
+                raise ArchitectureError(f"query_pre_attn_scalar is {given!r}; llama.cpp takes {taken!r}")
     turned = _rope_settings(config)[0]["partial_rotary_factor"]
     if found.rotated and turned != 1:
         raise ArchitectureError(f"partial_rotary_factor is {turned}; llama.cpp runs {kind} with 1 only")
     return found
+
+
+def query_scalar(name: str, layers: int, width: int, heads: int, size: int) -> int:
+    """Return whose root divides queries in llama.cpp's Gemmas: of the largest, it is not the size of a head."""
+    return width // heads if layers == {"gemma2": 46, "gemma3": 62}[name] else size
 
 
 @contextmanager
@@ -256,10 +277,11 @@ def _rope_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     local = rope.get("sliding_attention") or {}
     rope = rope.get("full_attention") or rope  # gemma3
-    if local and (local.get("rope_theta"), local.get("rope_type")) != (10000.0, "default"):
-        raise ArchitectureError(f"rope_theta of sliding attention is {local.get('rope_theta')}; llama.cpp takes 10000")
+    theta = local.get("rope_theta") or config.get("rope_local_base_freq") or 10000.0
+    if (theta, local.get("rope_type", "default")) != (10000.0, "default"):
+        raise ArchitectureError(f"rope_theta of sliding attention is {theta}; llama.cpp takes 10000")
     rope = {"partial_rotary_factor": config.get("partial_rotary_factor") or 1.0, **rope}
-    base = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    base = float(rope.get("rope_theta") or config.get("rope_theta") or _THETA.get(config["model_type"], 10000.0))
     return {**rope, "rope_theta": base}, str(rope.get("rope_type") or rope.get("type") or "default")
 
 

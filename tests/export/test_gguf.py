@@ -148,7 +148,11 @@ def test_queries_of_the_largest_gemmas_are_scaled_as_their_configs_say(tmp_path,
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert open_config(tmp_path / "model.gguf").query_pre_attn_scalar == scalar
+    config = open_config(tmp_path / "model.gguf").to_dict()
+    assert config["query_pre_attn_scalar"] == scalar
+    metadata({**config, "sliding_window": 8})
+    with pytest.raises(ArchitectureError, match=f"query_pre_attn_scalar is 128; llama.cpp takes {scalar}"):
+        metadata({**config, "query_pre_attn_scalar": 128})
 
 
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
@@ -275,8 +279,9 @@ ROPES = {
         ("Qwen2", {"use_sliding_window": True}, "use_sliding_window is True; llama.cpp runs qwen2 with False only"),
         ("Qwen3Moe", {"norm_topk_prob": False}, "norm_topk_prob is False; llama.cpp runs qwen3_moe with True only"),
         ("Qwen3Moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
-        ("Gemma2", {"query_pre_attn_scalar": 8}, "query_pre_attn_scalar differs from head_dim"),
-        ("Gemma3Text", {"query_pre_attn_scalar": 8}, "query_pre_attn_scalar differs from head_dim"),
+        ("Gemma2", {"query_pre_attn_scalar": 8}, "query_pre_attn_scalar is 8; llama.cpp takes 16"),
+        ("Gemma2", {"layer_types": ALTERNATING}, "layer_types differ; llama.cpp runs gemma2 with every second"),
+        ("Gemma3Text", {"query_pre_attn_scalar": 8}, "query_pre_attn_scalar is 8; llama.cpp takes 16"),
         ("Gemma3Text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("Gemma3Text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ("Gemma3Text", {"layer_types": ALTERNATING}, "layer_types differ; llama.cpp runs gemma3 with every sixth"),
@@ -311,6 +316,53 @@ def test_settings_of_rotary_positions_where_older_files_have_them():
         metadata({**llama, "rope_scaling": {"type": "yarn"}})
     with pytest.raises(ArchitectureError, match=r"partial_rotary_factor is 0\.5; llama\.cpp runs llama with 1 only"):
         metadata({**llama, "partial_rotary_factor": 0.5})
+
+
+OLDER = {"rope_theta": 2e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6, "rope_scaling": None}
+
+
+@pytest.mark.parametrize(
+    ("said", "theta", "factor"),
+    [
+        ({}, 2e6, None),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 2e6, 8.0),
+        ({"rope_theta": None, "rope_local_base_freq": None, "sliding_window_pattern": None}, 1e6, None),
+    ],
+)
+def test_gemma3_where_older_files_have_its_settings(said, theta, factor):
+    """As transformers reads such a file, in which what is not said is the class's default."""
+    said = {key: value for key, value in {**OLDER, **said}.items() if value is not None}
+    older = {**NARROW, "num_hidden_layers": 7, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8, **said}
+    config = transformers.Gemma3TextConfig(**older)
+    found = metadata({**older, "model_type": "gemma3_text", "rms_norm_eps": config.rms_norm_eps})
+    assert found == metadata(config.to_dict())
+    assert found["gemma3.rope.freq_base"] == config.rope_parameters["full_attention"]["rope_theta"] == theta
+    assert found.get("gemma3.rope.scaling.factor") == factor
+    assert found["gemma3.attention.sliding_window"] == 8
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"sliding_window_pattern": 3}, "layer_types differ"),
+        ({"rope_local_base_freq": 5e3}, "rope_theta of sliding attention is 5000.0"),
+    ],
+)
+def test_gemma3_of_older_files_that_llama_cpp_does_not_run(said, message):
+    older = {**NARROW, "num_hidden_layers": 7, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
+    older |= {**OLDER, **said, "rms_norm_eps": 1e-6}
+    for config in (older | {"model_type": "gemma3_text"}, transformers.Gemma3TextConfig(**older).to_dict()):
+        with pytest.raises(ArchitectureError, match=message):
+            metadata(config)
+
+
+def test_settings_that_files_of_other_programs_leave_out():
+    said = {"num_local_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+    said |= {**NARROW, "model_type": "mixtral"}
+    assert metadata(said) == metadata(transformers.MixtralConfig(**said).to_dict())
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    with pytest.raises(ArchitectureError, match="lacks settings that GGUF needs"):
+        metadata({**PHI3, "model_type": "llama", "rope_scaling": rope})
 
 
 @pytest.mark.parametrize("pattern", [None, QWEN2])
