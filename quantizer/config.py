@@ -92,7 +92,7 @@ class QuantizeConfig:
             before the sweep, in all columns (arXiv 2504.09629); "loaq" also makes up for the errors of what outputs are
             added to (arXiv 2509.06297).
         desc_act: Quantize columns in order of decreasing diag(H), H being the Hessian. Groups follow that order, so the
-            checkpoint needs g_idx, unless `static_groups` is on.
+            checkpoint needs g_idx, unless `static_groups` is on. "rtn" rounds every column by itself, in any order.
         static_groups: Fix all grids before the sweep, for groups in the original order; g_idx is not needed then.
         act_group_aware: Sort columns by diag(H) within their groups, and the groups as well; g_idx is not needed. On by
             default, unless `desc_act` is on.
@@ -263,7 +263,7 @@ class QuantizeConfig:
 
     def _take_type(self, name: str) -> None:
         """Let the type decide the format and the grid; refuse settings that say something else."""
-        if self.desc_act and not self.static_groups:
+        if self.desc_act and not self.static_groups and self.method != "rtn":
             raise ConfigError("GGUF has no index of groups; set static_groups beside desc_act, or leave desc_act out")
         usual = {field.name: field.default for field in dataclasses.fields(self)}
         check_given(name, {key: value for key, value in vars(self).items() if value != usual[key]})

@@ -52,14 +52,14 @@ class Target:
     @property
     def spec(self) -> LayerSpec:
         """What it becomes."""
-        size = self.config.group_size or self.shape[1]
+        size, ordered = self.config.group_size or self.shape[1], self.config.desc_act and self.config.method != "rtn"
         return LayerSpec(
             in_features=self.shape[1],
             out_features=self.shape[0],
             bits=self.config.bits,
             group_size=size,
             sym=self.config.sym,
-            act_order=self.config.desc_act and not self.config.static_groups and size < self.shape[1],
+            act_order=ordered and not self.config.static_groups and size < self.shape[1],
             type=self.config.type,
         )
 

@@ -275,6 +275,16 @@ def test_settings_are_refused_before_any_work(tmp_path, settings, error, message
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("settings", [{"format": "awq"}, {"type": "q8_0", "group_size": 128, "sym": True}])
+def test_plain_rounding_needs_no_index_in_whatever_order(tmp_path, settings):
+    config = gptqkit.QuantizeConfig(**{"group_size": 32, **settings, "method": "rtn", "desc_act": True})
+    if config.format == "awq":
+        for name, ordered in (("plain", False), ("ordered", True)):
+            quantize(build("qwen2"), tmp_path / name, method="rtn", desc_act=ordered, **settings)
+        files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "ordered")]
+        assert files[0] == files[1]
+
+
 def test_what_marlin_cannot_hold_stays_in_floating_point(tmp_path):
     model = build("llama", hidden_size=256, intermediate_size=256, head_dim=64)
     model = type(model)(model.config).eval()
