@@ -155,3 +155,18 @@ def test_what_does_not_turn_text_into_text_is_refused(tmp_path):
         ArchitectureError, match="the encoder and the decoder of T5ForConditionalGeneration share weights"
     ):
         find_blocks(tied)
+
+
+def test_padding_that_cannot_be_told_apart_is_refused_before_any_work(tmp_path):
+    """ProphetNet's decoder has a state for every token and n-gram; that shows when its encoder is done, or before."""
+    torch.manual_seed(0)
+    sizes = {f"num_{stack}_{name}": 2 for stack in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    sizes |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    config = transformers.ProphetNetConfig(
+        vocab_size=96, hidden_size=64, max_position_embeddings=64, decoder_start_token_id=0, pad_token_id=0, **sizes
+    )
+    model, worked = transformers.ProphetNetForConditionalGeneration(config), []
+    message = "makes 39 hidden states of 13 tokens, so padding cannot be told apart in its blocks; calibrate on whole samples"
+    with pytest.raises(ArchitectureError, match=message):
+        quantize(model, tmp_path / "out", samples(padded=True), progress=worked.append)
+    assert not worked

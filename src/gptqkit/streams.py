@@ -28,6 +28,7 @@ from .calibration.capture import (
 )
 from .calibration.statistics import InputStatistics
 from .distributed import Processes
+from .errors import ArchitectureError
 from .job import states_file
 from .model import FloatModel
 from .solving import Measured
@@ -80,6 +81,7 @@ class Streams:
         for blocks in self.model.stacks:
             before = self._before(range(1), blocks.start, "hidden")
             self.stacks.append(probe_stack(self.model, blocks, self.batches, before, dtype))
+            self._check_padding()
         if saved is None:
             return 0
         layer = int(saved["layer"])
@@ -332,6 +334,16 @@ class Streams:
             with forwards_replaced(self.model.blocks, self._before(batch, len(self.model.blocks), stream)):
                 found += capture_inputs(head, lambda: model(**tensors, **without_cache(model)))["head"]
         return found
+
+    def _check_padding(self) -> None:
+        """Refuse padding in the stack probed last where its hidden states are not one for each token."""
+        part, shape = self.batches.parts[len(self.stacks) - 1], self.stacks[-1].shape
+        tokens, states = part.input_ids.shape[1], math.prod(shape[:-1])
+        if part.attention_mask is not None and states != tokens:
+            raise ArchitectureError(
+                f"{type(self.model.model).__name__} makes {states} hidden states of {tokens} tokens, so padding cannot "
+                "be told apart in its blocks; calibrate on whole samples (concatenate=True)"
+            )
 
     def _file(self, stream: str, layer: int, *, again: bool = False) -> Path:
         return states_file(self._folder, stream, layer, self.processes.rank, again=again)
