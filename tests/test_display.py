@@ -67,14 +67,31 @@ def test_a_line_per_layer_and_ten_of_other_stages_without_a_terminal(work, lines
 
 
 def test_only_steps_whose_beginning_was_seen_are_timed(monkeypatch):
-    stream, now = io.StringIO(), itertools.count(0, 60)
-    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    stream, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     display = ProgressDisplay(stream)
     for done in (1, 2, 3):
+        now[0] += 60
         display(Progress(stage="choose bits", done=done, total=3))
     first, second, _ = stream.getvalue().splitlines()
     taken, left = map(float, re.search(r"of 3, (.*) s \(about (.*) s left\)$", second).groups())
     assert (first, taken) == ("choose bits: 1 of 3", left)
+
+
+def test_the_time_left_is_that_of_blocks_whose_first_step_takes_longest(monkeypatch):
+    """A line is written when the next block's first step is done; resumed, the first block's is not seen."""
+    stream, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    display = ProgressDisplay(stream)
+    for done in range(4, 16):
+        now[0] += 60 if done % 3 == 1 else 2
+        where = {"layer": (done - 1) // 3, "module": f"module.{done}", "error": 0.1, "rounding_error": 0.2}
+        display(Progress(stage="quantize", done=done, total=15, **where))
+    end = now[0]
+    lines = re.findall(r"(\d+) of 15, .*, ([\d.]+) s(?: \(about (\d+) s left\))?", stream.getvalue())
+    assert [done for done, *_ in lines] == ["6", "9", "12", "15"]
+    for _, taken, left in lines:
+        assert float(left or 0) == pytest.approx(end - 60 - float(taken), abs=1)
 
 
 def test_a_line_of_what_a_block_learned_and_one_every_minute_meanwhile(monkeypatch):

@@ -35,6 +35,7 @@ class ProgressDisplay:
         self._bar: tqdm[Any] | None = None
         self._stage: str | None = None
         self._began, self._done_before, self._done, self._told, self._wrote = 0.0, 0, 0, 0, 0.0
+        self._came = 0.0  # when the last of the steps that were not told yet was done
         self._untold: list[Progress] = []  # steps of a layer, or of a tenth of another stage
 
     def __call__(self, step: Progress) -> None:
@@ -69,6 +70,7 @@ class ProgressDisplay:
         if self._untold and self._untold[-1].layer != step.layer:
             self._tell()
         self._untold.append(step)
+        self._came = time.monotonic()
         tenth = step.done * 10 // step.total > self._told * 10 // step.total
         if step.done == step.total or (tenth and step.module is None):
             self._tell()
@@ -102,9 +104,10 @@ class ProgressDisplay:
         if errors:
             line += f", mean error {sum(errors) / len(errors):.4f} (rounding {sum(rounding) / len(errors):.4f})"
         if last.done > self._done_before:  # how long the first step took is not known
-            taken = time.monotonic() - self._began
-            left = taken / (last.done - self._done_before) * (last.total - last.done)
-            line += f", {taken:.1f} s" + (f" (about {left:.0f} s left)" if left else "")
+            now = time.monotonic()
+            a_step = (now - self._began) / (self._done - self._done_before)  # also the step after `last`, if it is done
+            left = max(0.0, a_step * (last.total - last.done) - (now - self._came))
+            line += f", {now - self._began:.1f} s" + (f" (about {left:.0f} s left)" if left else "")
         self._write(line)
         self._told, self._untold = last.done, []
 
