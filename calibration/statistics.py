@@ -50,13 +50,12 @@ class InputStatistics:
             drift: d, (tokens, out), how far what the module's outputs are added to is from where it is in the float
                 model; needed exactly when that was asked for.
         """
-        difference = None if float_inputs is None else float_inputs - inputs
         with full_float32():
             for start in range(0, inputs.shape[1], SLAB):
                 slab = slice(start, start + SLAB)
                 add_product(self._hessian[slab, start:], inputs[:, slab], inputs[:, start:])
-                if self._cross is not None and difference is not None:
-                    add_product(self._cross[slab], difference[:, slab], inputs)
+                if self._cross is not None and float_inputs is not None:
+                    add_product(self._cross[slab], float_inputs[:, slab] - inputs[:, slab], inputs)
             if self._drift is not None and drift is not None:
                 add_product(self._drift, drift, inputs)
         self.tokens += inputs.shape[0]

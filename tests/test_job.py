@@ -22,6 +22,7 @@ from torch import nn
 
 import gptqkit
 from gptqkit import identity, job
+from gptqkit.calibration import batches
 from gptqkit.display import quantization_summary
 from gptqkit.distributed import Processes
 from gptqkit.errors import ArchitectureError, CheckpointError, DoesNotFitError, OutputExistsError, ResumeError
@@ -219,14 +220,25 @@ def test_a_disk_that_runs_full_loses_no_finished_block(job_models, undisturbed, 
     assert list(disk.iterdir()) == [disk / "out"]
 
 
-def test_out_of_memory_halves_the_batch_for_good(job_models, tmp_path, monkeypatch):
+def little_memory_in_blocks(patch):
+    before_blocks(patch, too_little_memory(2))
+
+
+def little_memory_for_what_linears_received(patch):
+    """As where the rows that count are copied, or looked through for NaN."""
+    broken = batches._broken
+    patch.setattr(batches, "_broken", lambda rows: too_little_memory(2 * 24)(None, len(rows)) or broken(rows))
+
+
+@pytest.mark.parametrize("lessen", [little_memory_in_blocks, little_memory_for_what_linears_received])
+def test_out_of_memory_halves_the_batch_for_good(job_models, tmp_path, monkeypatch, lessen):
     with monkeypatch.context() as patch:
-        before_blocks(patch, too_little_memory(2))
+        lessen(patch)
         small = quantize(job_models, "gptq", tmp_path / "small", batch_size=4)
     assert small.report.batch_size == 2
     quantize(job_models, "gptq", tmp_path / "two", batch_size=2)  # the same batches from the start
     with monkeypatch.context() as patch:
-        before_blocks(patch, too_little_memory(2))
+        lessen(patch)
         with pytest.raises(Stop):
             quantize(job_models, "gptq", tmp_path / "resumed", batch_size=4, progress=at(9, stop))
     resumed = quantize(job_models, "gptq", tmp_path / "resumed", batch_size=4, resume=True)  # with memory again

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,14 +185,11 @@ class Streams:
             for subset in group.subsets:
                 leaders.setdefault(subset[0].inner, (subset[0], True))
                 into.setdefault(subset[0].inner, pools[group])
-        capture = partial(self._capture, layer=layer, leaders=[each for each, _ in leaders.values()], twin=twin)
-        for batch, captured in self.batches.results(capture):
-            for name, (calls, tokens) in captured.items():
-                target, routed = leaders[name]
-                where = f"{target.name}, block {layer}"
-                for streams in calls:
-                    rows = streams if into[name].paired else streams[:1]
-                    into[name].update(*self.batches.counted(batch, rows, tokens, where, routed=routed, skip=self.skip))
+        paired = {name for name, statistics in into.items() if statistics.paired}
+        for _, captured in self.batches.results(partial(self._counted, layer, leaders, paired, twin)):
+            for name, calls in captured.items():
+                for rows in calls:
+                    into[name].update(*rows)
         self._add_up(dict.fromkeys(into.values()), f"{measured[0].targets[0].name}, block {layer}")
         for group, subset in portion:
             if group in fresh:
@@ -203,8 +200,7 @@ class Streams:
         """Run all samples once, and sum up what the output layer receives."""
         statistics = InputStatistics(head.shape[1], self.batches.device, cross=self.cross)
         self.batches.stack, self.batches.across = len(self.stacks) - 1, False
-        for batch, streams in self.batches.results(self._head_inputs):
-            rows = self.batches.counted(batch, streams, None, head.name, routed=False, skip=self.skip)
+        for _, rows in self.batches.results(partial(self._head_rows, head)):
             statistics.update(*rows)
         self._add_up([statistics], head.name)
         return Measured([head], statistics)
@@ -293,6 +289,25 @@ class Streams:
         call, hidden, axis = self._call(one, layer), self._read("hidden", one, layer), self._stack(layer).axis
         return lambda block: self.of_tokens(self._run(call, hidden, block).movedim(axis, 0), one)
 
+    def _counted(
+        self,
+        layer: int,
+        leaders: Mapping[str, tuple[Target, bool]],
+        paired: Collection[str],
+        twin: nn.Module | None,
+        batch: range,
+    ) -> dict[str, list[list[Tensor]]]:
+        """Return the rows that count of what `leaders` receive of a batch, call by call, of those `paired` in both."""
+        captured = self._capture(batch, layer, [target for target, _ in leaders.values()], twin)
+        found: dict[str, list[list[Tensor]]] = {}
+        for name in list(captured):
+            (target, routed), (calls, tokens) = leaders[name], captured.pop(name)
+            how: dict[str, Any] = {"routed": routed, "skip": self.skip}
+            wanted = [streams if name in paired else streams[:1] for streams in calls]
+            where = f"{target.name}, block {layer}"
+            found[name] = [self.batches.counted(batch, streams, tokens, where, **how) for streams in wanted]
+        return found
+
     def _capture(
         self, batch: range, layer: int, leaders: Sequence[Target], twin: nn.Module | None
     ) -> dict[str, tuple[list[tuple[Tensor, ...]], Tensor | None]]:
@@ -326,14 +341,14 @@ class Streams:
             captured[target.inner] = calls, tokens
         return captured
 
-    def _head_inputs(self, batch: range) -> list[Tensor]:
-        """Return what the output layer receives of a batch, in both models where statistics pair them."""
-        model, head = self.model.model, {"head": output_layer(self.model.model) or nn.Module()}
+    def _head_rows(self, head: Target, batch: range) -> list[Tensor]:
+        """Return the rows that count of what the output layer receives of a batch, in both models if paired."""
+        model, layer = self.model.model, {"head": output_layer(self.model.model) or nn.Module()}
         tensors, found = self.batches.tensors(batch), []
         for stream in ("hidden", "float")[: 1 + self.cross]:
             with forwards_replaced(self.model.blocks, self._before(batch, len(self.model.blocks), stream)):
-                found += capture_inputs(head, lambda: model(**tensors, **without_cache(model)))["head"]
-        return found
+                found += capture_inputs(layer, lambda: model(**tensors, **without_cache(model)))["head"]
+        return self.batches.counted(batch, found, None, head.name, routed=False, skip=self.skip)
 
     def _check_padding(self) -> None:
         """Refuse padding in the stack probed last where its hidden states are not one for each token."""
