@@ -20,8 +20,11 @@ from gptqkit.calibration.samples import Samples
 from gptqkit.distributed import Processes, join
 from gptqkit.errors import AbandonedError, DoesNotFitError, GptqkitError, RankError
 from gptqkit.job import work_path
+from gptqkit.model import FloatModel
+from gptqkit.progress import silent
+from gptqkit.sensitivity import sensitivities
 from support.jobs import CASES, before_blocks, contents, die, processes, quantize, too_little_memory
-from support.models import build, overflowing, samples
+from support.models import build, samples
 from support.pipeline import quantize as small
 
 CPU = torch.device("cpu")
@@ -92,26 +95,29 @@ def test_several_processes_write_the_files_of_one(job_models, undisturbed, case,
     assert others == [{**everywhere, "steps": 0}] * (size - 1)
 
 
-def chosen(out, ids):
-    """Choose bits, the smallest where nothing says that they matter; write down what was chosen."""
-    settings = {"bits": 3, "target_bits": 4.2, "skip_nonfinite": True, "method": "rtn"}
-    modules = small(overflowing("qwen2"), out, Samples(ids), **settings, run={"batch_size": 2}).report.modules
-    if os.environ.get("RANK", "0") == "0":
-        out.with_suffix(".json").write_text(json.dumps({module.name: module.bits for module in modules}))
+def lost(models, ids, out):
+    """Write down what every way of keeping every part loses."""
+    config = gptqkit.QuantizeConfig(quality="fast", group_size=32, target_bits=4.0, skip_nonfinite=True)
+    run = gptqkit.Run(device="cpu", batch_size=2)
+    with join(CPU) as joined:
+        found, *_ = sensitivities(FloatModel(models / "broken"), Samples(ids), config, joined, run, silent, out)
+    if joined.rank == 0:
+        out.write_text(json.dumps({name: [each.loss for each in found[name]] for name in found}))
 
 
-@pytest.mark.parametrize("bad", [2, 3])
-def test_bits_are_chosen_by_samples_that_count_whichever_process_has_them(bad, tmp_path):
-    """The first process loses all of its two samples, and the second perhaps one of its own."""
-    ids = samples(4 if bad == 2 else 5).input_ids.clamp_(max=94)
-    lost = ids.clone()
-    lost[:bad, 3] = 95
-    chosen(tmp_path / "alone", ids[bad:])
-    for ended in processes(chosen, tmp_path / "out", lost, size=2, log=tmp_path / "log"):
+@pytest.mark.parametrize(("count", "bad"), [(4, 2), (8, 5), (3, 0)])
+def test_losses_are_those_of_samples_that_count_whichever_process_has_them(job_models, count, bad, tmp_path):
+    """The first process leaves out all of its samples, and the second perhaps one; or both have few."""
+    ids = samples(count).input_ids.clamp_(max=94)
+    some = ids.clone()
+    some[:bad, 3] = 95
+    lost(job_models, ids[bad:], tmp_path / "alone.json")
+    for ended in processes(lost, job_models, some, tmp_path / "both.json", size=2, log=tmp_path / "log"):
         assert ended.code == 0, ended.text
-    expected = json.loads((tmp_path / "alone.json").read_text())
-    assert len(set(expected.values())) > 1
-    assert json.loads((tmp_path / "out.json").read_text()) == expected
+    alone, both = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("alone", "both"))
+    for name, expected in alone.items():
+        assert max(expected) > 0
+        assert both[name] == pytest.approx(expected, rel=1e-4), name
 
 
 def cut_short(models, out, rank, layer, end):

@@ -166,9 +166,7 @@ def test_padding_that_cannot_be_told_apart_is_refused_before_any_work(tmp_path):
         vocab_size=96, hidden_size=64, max_position_embeddings=64, decoder_start_token_id=0, pad_token_id=0, **sizes
     )
     model, worked = transformers.ProphetNetForConditionalGeneration(config), []
-    message = (
-        "makes 39 hidden states of 13 tokens, so padding cannot be told apart in its blocks"
-    )
+    message = "makes 39 hidden states of 13 tokens, so padding cannot be told apart in its blocks"
     with pytest.raises(ArchitectureError, match=message):
         quantize(model, tmp_path / "out", samples(padded=True), progress=worked.append)
     assert not worked

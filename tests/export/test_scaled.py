@@ -1,6 +1,7 @@
 """Sources in FP8 and MXFP4 come to the same checkpoints as float models with the values that they stand for."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -116,6 +117,40 @@ def test_an_fp8_model_becomes_what_its_values_become(tmp_path):
     for use in (load_float, lambda path: quantize(path, tmp_path / "out")):
         with pytest.raises(CheckpointError, match=r"lm_head\.weight: stored as FP8 or FP4 without scales"):
             use(source)
+
+
+def without(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def cut(name):
+    return lambda tensors: tensors.update({name: tensors[name][:, :-1].contiguous()})
+
+
+EXPERT = "model.layers.1.mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without(f"{EXPERT}_scales"), rf"^{EXPERT}_blocks: stored as FP8 or FP4 without scales, .* fetch all files"),
+        (without(f"{EXPERT}_blocks"), rf"lacks {EXPERT}; fetch its files again"),
+        (cut(f"{EXPERT}_scales"), rf"{EXPERT}_scales is torch\.uint8 \(4, 63, 3\), .* does not fit {EXPERT}_blocks"),
+    ],
+)
+def test_experts_of_which_half_is_missing_are_named(damage, message, tmp_path):
+    tensors = save(build("gpt_oss"), tmp_path)
+    for name in [each for each in tensors if each.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        count, inner, outer = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.zeros(count, outer, inner // 32, 16, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.full((count, outer, inner // 32), 120, dtype=torch.uint8)
+    damage(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    for use in (partial(load_float, device="cpu"), lambda path: quantize(path, tmp_path / "out", method="rtn")):
+        with pytest.raises(CheckpointError, match=message):
+            use(tmp_path)
 
 
 def test_mxfp4_experts_become_what_transformers_makes_of_them(tmp_path):
