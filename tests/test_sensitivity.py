@@ -98,8 +98,9 @@ def test_bits_are_chosen_in_the_float_model(tmp_path, entered):
         quantize(model, tmp_path / "out", tokens, bits=2, target_bits=3.6, progress=stop, run={"batch_size": 5})
     entering = [states for block, states in entered if block == 1]
     assert len(entering) > 4
-    for states in entering:
-        assert_close(states, expected[: len(states)])
+    for states in entering:  # those of all samples, or of one
+        start = int((expected - states[:1]).flatten(1).norm(dim=1).argmin())
+        assert_close(states, expected[start : start + len(states)])
 
 
 def test_no_more_samples_go_through_a_block_at_once_than_asked_for(tmp_path, entered):
