@@ -25,6 +25,7 @@ from ..quantizer.quantized import QuantizedWeight
 from .autoround import PACKING, plain_config
 from .files import check_folder
 from .formats import Declared, Format, LayerSpec, declared_format, find_format, find_quantization, without_quantization
+from .modules import counts_as_matrix
 from .shards import Shards, check_same, read_json, some, write_json
 
 REPORT = "quantization_report.json"
@@ -314,5 +315,5 @@ def _clean_tokenizer_config(path: Path) -> None:
 
 
 def matrices(names: Iterable[str], tensors: Shards) -> list[str]:
-    """Return those of `names` whose tensors have two dimensions."""
-    return [name for name in names if tensors.meta(name).ndim == 2]
+    """Return those of `names` whose tensors have two dimensions, and stacks of experts' matrices."""
+    return [name for name in names if counts_as_matrix(name, tensors.meta(name).ndim)]

@@ -113,7 +113,7 @@ def _check(checkpoint: Checkpoint, format: str) -> None:
             layout.check(spec)
         except (ConfigError, ShapeError) as error:
             raise ConversionError(f"{name}: {error}") from error
-        if layout.uniform and (spec.bits, spec.group_size) != (declared.bits, group_size or spec.in_features):
+        if layout.uniform and not spec.has(declared.bits, group_size):
             raise ConversionError(
                 f"{name} has {spec.bits} bits and groups of {spec.group_size}, and {format} knows one setting for all "
                 "modules; choose another format, or quantize again with one for all"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import regex
 
@@ -52,6 +52,12 @@ MATCHING_SECONDS = 5.0
 _LITERAL = re.compile(r"\^?((?:[\w-]|\\\W)+)\$")
 """Patterns that match one name alone, whose characters are escaped."""
 
+_Rule: TypeAlias = "tuple[int, Mapping[str, Any]]"
+"""The place of a rule among all, and what it says."""
+
+_Rules: TypeAlias = "tuple[dict[str, _Rule], list[tuple[int, Any, Mapping[str, Any]]]]"
+"""Rules by full name, and rules of patterns in order."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
@@ -88,26 +94,46 @@ class Declared:
         size = values.get("group_size") or self.group_size
         return values.get("bits") or self.bits, None if size == -1 else size, bool(values.get("sym", self.sym))
 
+    def for_fused(self, name: str) -> tuple[int, int | None, bool] | None:
+        """Return what vLLM finds under the name of a module that it makes of several; None is floating point."""
+        if self._first(name, self._floats)[0] < self._first(name, self._rules)[0]:
+            return None
+        return self.for_module(name)
+
     def needs_index(self, name: str) -> bool:
         """Return whether groups of the module `name` follow an order that a tensor must tell; errors as above."""
         return bool(self._own(name).get("desc_act", self.desc_act)) and not self.static_groups
 
     def _own(self, name: str) -> Mapping[str, Any]:
         """Return what `dynamic` says of a module."""
-        names, patterns = self._rules
-        own, values = names.get(name, (len(self.dynamic), {}))
-        return next((each for at, pattern, each in patterns if at < own and self._matches(pattern, name)), values)
+        return self._first(name, self._rules)[1]
+
+    def _first(self, name: str, rules: _Rules) -> _Rule:
+        """Return the first of some rules that holds for a module; where none does, one after all others, and empty."""
+        names, patterns = rules
+        own = names.get(name, (len(self.dynamic), {}))
+        return next(((at, each) for at, pattern, each in patterns if at < own[0] and self._matches(pattern, name)), own)
 
     @cached_property
-    def _rules(self) -> tuple[dict[str, tuple[int, Mapping[str, Any]]], list[tuple[int, Any, Mapping[str, Any]]]]:
-        """What `dynamic` says, with its places: by full names, of which there can be thousands, and by patterns."""
-        names: dict[str, tuple[int, Mapping[str, Any]]] = {}
-        patterns = []
+    def _rules(self) -> _Rules:
+        """What `dynamic` says of quantized modules."""
+        return self._rules_of(floats=False)
+
+    @cached_property
+    def _floats(self) -> _Rules:
+        """What `dynamic` says of modules in floating point."""
+        return self._rules_of(floats=True)
+
+    def _rules_of(self, *, floats: bool) -> _Rules:
+        """Return rules with their places: by full names, of which there can be thousands, and by patterns."""
+        names, patterns = dict[str, _Rule](), list[tuple[int, Any, Mapping[str, Any]]]()
         for at, (key, values) in enumerate(self.dynamic.items()):
-            pattern = key.removeprefix("+:")
+            if key.startswith("-:") != floats:
+                continue
+            pattern = key.removeprefix("-:" if floats else "+:")
             if literal := _LITERAL.fullmatch(pattern):
                 names.setdefault(re.sub(r"\\(.)", r"\1", literal[1]), (at, values))
-            elif not key.startswith("-:"):
+            else:
                 patterns.append((at, regex.compile(pattern), values))
         return names, patterns
 
@@ -159,6 +185,10 @@ class LayerSpec:
     def declared_group(self) -> int:
         """Columns per group as files declare them: -1 for whole rows."""
         return -1 if self.group_size == self.in_features else self.group_size
+
+    def has(self, bits: int, group_size: int | None) -> bool:
+        """Whether it is what these settings make of its shape; None is one group per row."""
+        return (self.bits, self.group_size) == (bits, group_size or self.in_features)
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> LayerSpec:

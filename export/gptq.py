@@ -12,7 +12,8 @@ solver's grids for version 1 stay below 2^bits, which only files of other progra
 
 Modules that differ from the common setting are told twice in the config, because readers differ: "dynamic" (GPTQModel,
 vLLM, SGLang: regular expressions on full names, "-:" for modules in floating point) and "modules_in_block_to_quantize"
-(transformers, vLLM).
+(transformers, vLLM). vLLM makes one layer of all experts, which "modules_in_block_to_quantize" does not reach: it asks
+"dynamic" once, for "model.layers.0.mlp.experts", so that name has a pattern beside those of the single Linears.
 """
 
 from __future__ import annotations
@@ -34,13 +35,17 @@ from .formats import Declared, Format, LayerSpec, declared_format
 from .layers import BIAS, INDEX, SCALES, WORDS, check_kinds, check_shapes, is_act_order, make_weight, stored_grid
 from .modules import (
     CHANGED,
+    FLOAT,
+    Setting,
     check_settings,
+    experts_of,
     inside_blocks,
     meta_of,
     outside_blocks,
+    parts_of_experts,
     patterns_of,
     read_dynamic,
-    skipped_in_dynamic,
+    shared_settings,
     skipped_modules,
     writer_of,
 )
@@ -220,19 +225,36 @@ def write_config(config: QuantizeConfig, layers: Mapping[str, LayerSpec], matric
     if config.damp_percent is not None:
         values["damp_percent"] = config.damp_percent
     skipped = skipped_modules(layers, matrices)
-    dynamic = skipped_in_dynamic(layers, skipped)
-    changed: dict[tuple[int, int], list[str]] = defaultdict(list)
-    for name, layer in layers.items():
-        if (layer.bits, layer.group_size) != (config.bits, config.group_size or layer.in_features):
-            changed[layer.bits, layer.declared_group].append(name)
-    for (bits, size), names in changed.items():
-        for pattern in patterns_of(CHANGED, names, [*layers, *skipped]):
-            dynamic[pattern] = {"bits": bits, "group_size": size}
+    dynamic = _dynamic(config, layers, skipped)
     if dynamic:
         values["dynamic"] = dynamic
     if skipped:
         values["modules_in_block_to_quantize"] = [inside_blocks(layers)]
     return values
+
+
+def _dynamic(
+    config: QuantizeConfig, layers: Mapping[str, LayerSpec], skipped: Sequence[str]
+) -> dict[str, dict[str, int]]:
+    """Return by pattern what differs from the common setting: modules, and all experts of a layer if they are alike."""
+    kinds: dict[Setting, list[str]] = defaultdict(list)
+    kinds[None] = [name for name in skipped if experts_of(name) != name]
+    for name, layer in layers.items():
+        if not layer.has(config.bits, config.group_size):
+            size = layer.declared_group
+            kinds[layer.bits, None if size == -1 else size].append(name)
+    common = (config.bits, config.group_size)
+    experts = parts_of_experts(layers, skipped)
+    for name, parts in experts.items():
+        setting = next(iter(shared_settings(parts, common)), common)
+        if setting != common:
+            kinds[setting].append(name)
+    universe = [*layers, *skipped, *experts]
+    dynamic: dict[str, dict[str, int]] = {}
+    for kind, names in kinds.items():
+        values = {} if kind is None else {"bits": kind[0], "group_size": kind[1] or -1}
+        dynamic |= dict.fromkeys(patterns_of(FLOAT if kind is None else CHANGED, names, universe), values)
+    return dynamic
 
 
 def _version(offset: int) -> Format:

@@ -33,7 +33,7 @@ class CheckpointSummary(Plain):
         other_parameters: Number of all other parameters, biases included.
         packed_bytes: Size of the packed words, zeros, scales and g_idx.
         other_bytes: Size of all other tensors.
-        float_modules: Modules of the quantized blocks whose matrix is in floating point.
+        float_modules: Modules of the quantized blocks whose matrix, or stacks of experts, are in floating point.
         bits_per_weight: packed_bytes * 8 / quantized_weights: the cost of groups included.
         readers: Which programs can load it, and why not.
     """

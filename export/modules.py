@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import regex
 
 from ..errors import CheckpointError, ConfigError
 from ..quantizer.config import ModuleOverride, QuantizeConfig
 from ..version import __version__
+from .formats import LayerSpec
 
 FLOAT, CHANGED = "-:", "+:"
 """In GPTQModel's "dynamic": the modules stay in floating point, or have settings of their own."""
@@ -19,7 +20,11 @@ FLOAT, CHANGED = "-:", "+:"
 # What some readers, and transformers' stacked experts, hold as one: readers that fuse look modules up by that name.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
+Setting: TypeAlias = "tuple[int, int | None] | None"
+"""Bits and columns per group, where None is one group per row; None by itself for floating point."""
+
 _BLOCK = re.compile(r"((?:.*?\.)?)(\d+)\.(.+)")
+_EXPERTS = re.compile(r"((?:.+\.)?experts)(?:\..+)?")
 
 
 def split_name(name: str) -> tuple[str, str, str]:
@@ -39,10 +44,45 @@ def inside_blocks(names: Iterable[str]) -> list[str]:
 
 
 def skipped_modules(layers: Iterable[str], matrices: Iterable[str]) -> list[str]:
-    """Return the modules of the quantized blocks that have a 2-D weight in floating point."""
+    """Return the modules of the quantized blocks that have a 2-D weight, or stacked experts, in floating point."""
     prefixes = {prefix for prefix, number, _ in map(split_name, layers) if number}
-    names = [name.removesuffix(".weight") for name in matrices if name.endswith(".weight")]
-    return [name for name in names if not outside_blocks(name) and split_name(name)[0] in prefixes]
+    names = [name.removesuffix(".weight") if name.endswith(".weight") else experts_of(name) for name in matrices]
+    return [name for name in dict.fromkeys(names) if split_name(name)[0] in prefixes and not outside_blocks(name)]
+
+
+def experts_of(name: str) -> str:
+    """Return the module with all experts of a layer, where `name` is that or stands below it; else an empty name.
+
+    vLLM makes one layer of all experts, and looks up its settings by this name.
+    """
+    match = _EXPERTS.fullmatch(name)
+    return match[1] if match else ""
+
+
+def counts_as_matrix(name: str, dimensions: int) -> bool:
+    """Whether a tensor of this name is a matrix, or a stack of those of experts."""
+    return dimensions == 2 or (dimensions == 3 and bool(experts_of(name)))
+
+
+def parts_of_experts(layers: Mapping[str, LayerSpec], skipped: Iterable[str]) -> dict[str, list[LayerSpec | None]]:
+    """Return what stands below every module that `experts_of` finds; None for what is in floating point."""
+    found: dict[str, list[LayerSpec | None]] = defaultdict(list)
+    for name, spec in (*layers.items(), *((name, None) for name in skipped)):
+        if experts := experts_of(name):
+            found[experts].append(spec)
+    return dict(found)
+
+
+def are_of(parts: Iterable[LayerSpec | None], setting: Setting) -> bool:
+    """Whether all parts of a module have one setting."""
+    return all(spec is None if setting is None else spec is not None and spec.has(*setting) for spec in parts)
+
+
+def shared_settings(parts: Sequence[LayerSpec | None], *preferred: Setting) -> list[Setting]:
+    """Return settings that all parts of a module have, the preferred ones first; empty where they differ."""
+    first = parts[0]
+    own: list[Setting] = [None] if first is None else [(first.bits, None), (first.bits, first.group_size)]
+    return [setting for setting in (*preferred, *own) if are_of(parts, setting)]
 
 
 def patterns_of(sign: str, names: Iterable[str], universe: Iterable[str]) -> list[str]:

@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from .autoround import PACKING
 from .bits import codes_per_unit
 from .formats import READERS, Declared, LayerSpec
-from .modules import FUSED, list_of_names, outside_blocks
+from .modules import FUSED, are_of, experts_of, list_of_names, outside_blocks, parts_of_experts, shared_settings
 from .shards import some
 
 TRANSFORMERS = "transformers"
@@ -33,7 +33,7 @@ Rules: TypeAlias = "list[tuple[Sequence[str], object, str]]"
 """Readers, what stops or costs them if it is true of the checkpoint, and how they put it."""
 
 _MIXTURES = ("deepseek_v3", "gpt_oss", "mixtral", "phimoe", "qwen3_moe")
-"""Types of mixtures of experts that GPTQModel and vLLM were tried with."""
+"""Types of mixtures of experts that GPTQModel and vLLM were tried with, in GPTQ's formats."""
 
 _UNCONFIRMED = ("deepseek_v3", "phimoe")
 """Those of which vLLM's answers on a CPU were further off than kernels explain, or which it cannot run there."""
@@ -125,7 +125,7 @@ def _common_rules(facts: Facts) -> Rules:
     layers, model, format_ = facts.layers, facts.model_config, facts.declared.format
     architectures = list_of_names(model.get("architectures"), f"{facts.where}: architectures")
     untried = [name for name in architectures if not name.endswith("ForCausalLM")]
-    experts = any(".experts." in name for name in layers) and format_ not in ("gptq", "gptq_v2")
+    experts = format_ not in ("gptq", "gptq_v2") and any(map(experts_of, (*layers, *facts.skipped)))
     unlike = _unlike(layers, facts.skipped) if format_ != "gguf" else ""  # which servers do not read at all
     headless = _outside(layers) and model.get("tie_word_embeddings")
     packed = facts.quantization_config.get(PACKING)
@@ -201,17 +201,14 @@ def _costs(facts: Facts) -> Rules:
 
 
 def _gptq_rules(facts: Facts) -> Rules:
-    declared, layers, model = facts.declared, facts.layers, facts.model_config
+    declared, layers = facts.declared, facts.layers
     specs = layers.values()
     v1 = declared.format == "gptq"
     by_gptqmodel = re.search(r"gptqmodel:(\d{1,9})\.(\d{1,9})", declared.writer or "", re.IGNORECASE)
     trusted = by_gptqmodel is not None and tuple(map(int, by_gptqmodel.groups())) >= (0, 9)
-    size = declared.group_size
-    mixed = any((spec.bits, spec.group_size) != (declared.bits, size or spec.in_features) for spec in specs)
+    mixed = not all(spec.has(declared.bits, declared.group_size) for spec in specs)
     bits, sizes, odd_sizes = _other_bits(layers), {spec.declared_group for spec in specs}, _other_sizes(layers)
     asymmetric, outside, skipped = _asymmetric(layers), _outside(layers), facts.skipped
-    kind, experts = model.get("model_type"), any(".experts." in name for name in layers)
-    renamed = any(".block_sparse_moe.experts." in name for name in layers)
     groups = facts.quantization_config.get("modules_in_block_to_quantize")
     groups = [group for group in groups if isinstance(group, list)] if isinstance(groups, list) else []
     listed = {str(inner) for group in groups for inner in group}
@@ -220,12 +217,7 @@ def _gptq_rules(facts: Facts) -> Rules:
     unknown = unknown if facts.quantization_config.get("lm_head") else outside
     odd, odd_for_vllm = _odd_size(layers, (32, 32)), _odd_size(facts.on_gpu, (32, 32))
     return [
-        (("SGLang", "AutoGPTQ"), experts, "was not tried with mixtures of experts"),
-        (("GPTQModel", "vLLM"), experts and kind not in _MIXTURES, f"was not tried with the experts of {kind}"),
-        ((TRANSFORMERS,), experts, "leaves experts at random values; after `import gptqkit`, transformers loads them"),
-        (("GPTQModel",), renamed, "looks for experts under other names, mlp.experts.N.gate_proj and so on"),
-        (("vLLM",), experts and kind in _UNCONFIRMED, f"loads experts of {kind}, but was not seen to agree on a CPU"),
-        (("vLLM",), experts and kind == "gpt_oss", "loads experts of gpt_oss in MXFP4 and floating point only"),
+        *_mixture_rules(facts),
         (("GPTQModel",), v1 and not declared.sym and not trusted, _AMBIGUOUS),
         (("AutoGPTQ",), not v1, "reads version 2 as version 1 without notice, every zero off by one; convert to gptq"),
         ((TRANSFORMERS, "AutoGPTQ"), mixed, "knows one setting of bits and group size for all modules"),
@@ -252,6 +244,42 @@ def _gptq_rules(facts: Facts) -> Rules:
         ),
         (("GPTQModel", TRANSFORMERS, "AutoGPTQ"), odd, odd),
         (("vLLM",), odd_for_vllm, odd_for_vllm),
+    ]
+
+
+def _mixture_rules(facts: Facts) -> Rules:
+    """Return what stops readers of mixtures of experts in GPTQ's formats."""
+    declared, skipped, kind = facts.declared, facts.skipped, facts.model_config.get("model_type")
+    experts = parts_of_experts(facts.layers, skipped)
+    renamed = any(name.endswith(".block_sparse_moe.experts") for name in experts)
+    stacked = [name for name in skipped if name in experts]
+    asked = {name: declared.for_fused(name) for name in experts}
+    built = {name: found and found[:2] for name, found in asked.items()}
+    misread = [name for name, parts in experts.items() if shared_settings(parts) and not are_of(parts, built[name])]
+    whole, common = declared.group_size is None, (declared.bits, declared.group_size)
+    unlike_common = whole or any(setting != common for setting in built.values())
+    return [
+        (("SGLang", "AutoGPTQ"), experts, "was not tried with mixtures of experts"),
+        (("GPTQModel", "vLLM"), experts and kind not in _MIXTURES, f"was not tried with the experts of {kind}"),
+        (
+            (TRANSFORMERS,),
+            any(map(experts_of, facts.layers)),
+            "leaves experts at random values; after `import gptqkit`, transformers loads them",
+        ),
+        (("GPTQModel",), renamed, "looks for experts under other names, mlp.experts.N.gate_proj and so on"),
+        (("GPTQModel",), stacked, f"looks for one matrix per expert, not for the stacks of {_listed(stacked)}"),
+        (("vLLM",), experts and kind in _UNCONFIRMED, f"loads experts of {kind}, but was not seen to agree on a CPU"),
+        (("vLLM",), kind == "gpt_oss", "loads gpt_oss in MXFP4 and floating point only"),
+        (
+            ("vLLM",),
+            misread,
+            f"builds {_listed(misread)} as dynamic says of that name, not as its experts are; add a pattern for it",
+        ),
+        (
+            ("vLLM",),
+            experts and unlike_common and _beyond_marlin(facts),
+            "has no Marlin kernel for experts of these sizes; others know the common setting only, and only groups",
+        ),
     ]
 
 
@@ -312,6 +340,14 @@ def _heads(model: Mapping[str, Any]) -> tuple[int, int]:
     heads = text.get("num_attention_heads")
     shared = text.get("num_key_value_heads") or heads
     return heads if type(heads) is int else 0, shared if type(shared) is int else 0
+
+
+def _beyond_marlin(facts: Facts) -> bool:
+    """Whether the experts' sizes and the common group are such that vLLM does not use its Marlin kernels for them."""
+    text, size = text_settings(facts.model_config), facts.declared.group_size
+    hidden, inner = text.get("hidden_size"), text.get("moe_intermediate_size", text.get("intermediate_size"))
+    uneven = size is not None and type(inner) is int and inner // facts.tensor_parallel % size
+    return size not in (None, 32, 64, 128) or bool(uneven) or (type(hidden) is int and hidden % 128 != 0)
 
 
 def _part(name: str, spec: LayerSpec, count: int, shared: int) -> tuple[LayerSpec, bool]:
@@ -379,13 +415,14 @@ def _odd_size(layers: Mapping[str, LayerSpec], *units: tuple[int, int]) -> str:
 
 
 def _unlike(layers: Mapping[str, LayerSpec], skipped: Iterable[str]) -> str:
-    """Name a fused projection whose parts differ: servers need them quantized alike, all or none."""
+    """Name a fused projection, or the experts of a layer, whose parts differ: servers need them alike, all or none."""
     kinds: dict[str, set[tuple[object, ...] | None]] = {}
     for name, spec in layers.items():
         kinds.setdefault(_fused_name(name), set()).add((spec.bits, spec.group_size, spec.sym, spec.act_order))
     for name in skipped:
         kinds.setdefault(_fused_name(name), set()).add(None)
-    return next((name for name, found in kinds.items() if len(found) > 1), "")
+    experts = (name for name, parts in parts_of_experts(layers, skipped).items() if not shared_settings(parts))
+    return next(experts, next((name for name, found in kinds.items() if len(found) > 1), ""))
 
 
 def _fused_name(name: str) -> str:

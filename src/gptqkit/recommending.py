@@ -11,7 +11,7 @@ from typing import Any
 from .empty import EmptyModel, open_empty
 from .errors import ArchitectureError, ConfigError, DoesNotFitError, ShapeError
 from .export.formats import READERS, find_format
-from .export.modules import skipped_modules
+from .export.modules import counts_as_matrix, skipped_modules
 from .export.names import stored_parts
 from .export.readers import Facts, Reader, readers_of
 from .hub import fetch
@@ -196,7 +196,8 @@ def _answer(empty: EmptyModel, config: QuantizeConfig, targets: Sequence[Target]
     """Return what a reader would make of a checkpoint that is not written yet."""
     specs, layout = {target.name: target.spec for target in targets}, find_format(config.format)
     weights = {f"{name}.weight" for name in specs}
-    matrices = [name for name, tensor in empty.model.named_parameters() if tensor.ndim == 2 and name not in weights]
+    parameters = empty.model.named_parameters()
+    matrices = [name for name, each in parameters if counts_as_matrix(name, each.ndim) and name not in weights]
     for part, stored in stored_parts(empty.stacked).items():
         specs = {name.replace(part, stored): spec for name, spec in specs.items()}
         matrices = [name.replace(part, stored) for name in matrices]

@@ -10,9 +10,11 @@ from transformers import AutoConfig
 from gptqkit.errors import ArchitectureError, CheckpointError, ConfigError, ConversionError, OutputExistsError
 from gptqkit.export.checkpoint import open_checkpoint
 from gptqkit.export.convert import convert
+from gptqkit.export.doctor import doctor
 from gptqkit.export.inspect import inspect
+from gptqkit.quantizer.config import ModuleOverride
 from support.jobs import contents
-from support.weights import same
+from support.weights import random_weight, same
 
 
 def rewrite(path, change):
@@ -31,6 +33,35 @@ def test_conversion_equals_quantizing_for_the_other_format(material, tmp_path, b
     assert contents(tmp_path / "out") == contents(wanted)
     convert(tmp_path / "out", tmp_path / "back", format=before)
     assert contents(tmp_path / "back") == contents(source)
+
+
+@pytest.mark.parametrize("override", [ModuleOverride(bits=8), ModuleOverride(skip=True)])
+def test_the_pattern_of_all_experts_of_a_layer_stays(material, tmp_path, override):
+    def write(folder, layout):
+        made = material(format=layout, overrides={"experts": override})
+        for name in (f"model.layers.0.mlp.experts.{number}.up_proj" for number in range(2)):
+            if override.skip:
+                made.other_tensors[f"{name}.weight"] = torch.ones(64, 96)
+            else:
+                made.weights[name] = random_weight(8, 64, 96, 32, sym=True)
+        return made.write(tmp_path / folder)
+
+    def dynamic(folder):
+        return json.loads((tmp_path / folder / "config.json").read_text())["quantization_config"]["dynamic"]
+
+    write("wanted", "gptq_v2")
+    convert(write("source", "gptq"), tmp_path / "out", format="gptq_v2")
+    assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
+    convert(tmp_path / "out", tmp_path / "compressed", format="compressed-tensors")
+    convert(tmp_path / "compressed", tmp_path / "back", format="gptq")
+    assert r"^model\.layers\.(?:0)\.mlp\.experts$" in {pattern[2:] for pattern in dynamic("source")}
+    assert dynamic("back") == dynamic("out") == dynamic("source")
+    assert open_checkpoint(tmp_path / "back").layers == open_checkpoint(tmp_path / "source").layers
+    assert doctor(tmp_path / "source").damage == ()
+    for file in (tmp_path / "wanted" / "config.json", tmp_path / "wanted" / "quantize_config.json"):
+        file.write_text(file.read_text().replace('format": "gptq_v2"', 'format": "gptq"'))
+    assert doctor(tmp_path / "wanted", tmp_path / "repaired").written
+    assert dynamic("repaired") == dynamic("source")
 
 
 def test_every_other_file_is_carried_over_but_pickles(material, tmp_path):

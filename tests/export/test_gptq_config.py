@@ -1,6 +1,7 @@
 """The JSON that readers look at: what they need stands there, and they understand the patterns as they are meant."""
 
 import re
+from itertools import product
 
 import pytest
 
@@ -97,6 +98,94 @@ def test_overrides_are_told_to_every_reader(overrides):
     listed = values.get("modules_in_block_to_quantize")  # what transformers looks at
     inner = {name.split(".", 3)[3] for name in layers if name != "lm_head"}
     assert listed is None if len(layers) == len(NAMES) else {name for group in listed for name in group} == inner
+
+
+def as_vllm_builds(values, experts):
+    """(bits, group size) of all experts of a layer, None for floating point: vLLM 0.32's get_moe_quant_method."""
+    for pattern, rule in values.get("dynamic", {}).items():
+        if pattern.startswith("-:"):
+            if re.match(pattern.removeprefix("-:"), experts):
+                return None
+        elif re.match(pattern.removeprefix("+:"), experts):
+            return rule.get("bits", values["bits"]), rule.get("group_size", values["group_size"])
+    return values["bits"], values["group_size"]
+
+
+def mixture(config, stem):
+    """The config of a mixture with experts in blocks 1 and 11 of three, and the names of all Linears."""
+    parts = {"w1": (64, 96), "w3": (64, 96), "w2": (96, 64)}
+    shapes = {f"model.layers.{block}.self_attn.o_proj": (96, 96) for block in (0, 1, 11)}
+    shapes |= {f"model.layers.0.mlp.shared_experts.{part}": shape for part, shape in parts.items()}
+    for block, expert, part in product((1, 11), (0, 1, 11), parts):
+        shapes[f"model.layers.{block}.{stem}.{expert}.{part}"] = parts[part]
+    own = {name: config.for_module(name) for name in shapes}
+    layers = {
+        name: LayerSpec.of(random_weight(each.bits, *shapes[name], each.group_size, sym=True))
+        for name, each in own.items()
+        if each is not None
+    }
+    return write_config(config, layers, [f"{name}.weight" for name in shapes if name not in layers]), shapes
+
+
+ROWS = ModuleOverride(group_size=-1)
+COMMON = object()  # as all modules, so that nothing is said of the experts
+
+
+@pytest.mark.parametrize("stem", ["mlp.experts", "block_sparse_moe.experts", "feed_forward.experts"])
+@pytest.mark.parametrize(
+    ("size", "overrides", "expected"),
+    [
+        (32, {}, {1: COMMON, 11: COMMON}),
+        (32, {r"experts\.\d": ModuleOverride(bits=8)}, {1: (8, 32), 11: (8, 32)}),
+        (32, {r"\.experts": SKIP}, {1: None, 11: None}),
+        (32, {r"1\.\w+\.experts": SKIP, "o_proj": SKIP}, {1: None, 11: None}),
+        (32, {r"\.1\.\w+\.experts": SKIP}, {1: None, 11: COMMON}),
+        (32, {r"\.1\.\w+\.experts": ModuleOverride(bits=8), r"\.experts": ROWS}, {1: (8, 32), 11: (4, -1)}),
+        (32, {r"\.experts": ModuleOverride(group_size=64)}, {1: (4, 64), 11: (4, 64)}),  # whole rows of w2
+        (64, {}, {1: COMMON, 11: COMMON}),
+        (64, {"w2": ROWS}, {1: COMMON, 11: COMMON}),
+        (None, {}, {1: COMMON, 11: COMMON}),
+        (None, {r"\.experts": ModuleOverride(group_size=32)}, {1: (4, 32), 11: (4, 32)}),
+        (32, {r"experts\.1\.": SKIP, r"\.11\.\w+\.experts": ROWS}, {1: COMMON, 11: COMMON}),  # in neither are all alike
+        (32, {"w2": ModuleOverride(bits=8)}, {1: COMMON, 11: COMMON}),
+    ],
+)
+def test_vllm_builds_all_experts_of_a_layer_as_they_are(stem, size, overrides, expected):
+    config = QuantizeConfig(group_size=size, overrides=overrides)
+    values, names = mixture(config, stem)
+    declared, own = read_config(values, "here"), [each[2:] for each in values.get("dynamic", {}) if "experts$" in each]
+    for block, kind in expected.items():
+        experts = f"model.layers.{block}.{stem}"
+        assert any(re.match(pattern, experts) for pattern in own) == (kind is not COMMON)
+        built, read = as_vllm_builds(values, experts), declared.for_fused(experts)
+        assert built == ((4, size or -1) if kind is COMMON else kind)
+        assert built == (read and (read[0], read[1] or -1))  # what our own list of readers goes by
+    others = [*names, f"model.layers.0.{stem}", "model.layers.0.mlp.shared_experts"]
+    assert not any(re.match(pattern, name) for pattern in own for name in others)
+
+
+@pytest.mark.parametrize("stacks", [["gate_up_proj", "down_proj"], ["gate_up_proj"]])
+def test_stacked_experts_in_floating_point_are_said_to_be_if_all_are(stacks):
+    layers = {"model.layers.0.self_attn.o_proj": LayerSpec.of(random_weight(sym=True))}
+    if len(stacks) == 1:
+        layers |= {f"model.layers.0.mlp.experts.{n}.down_proj": LayerSpec.of(random_weight(sym=True)) for n in range(2)}
+    matrices = [f"model.layers.0.mlp.experts.{name}" for name in stacks]
+    values = write_config(QuantizeConfig(group_size=32), layers, matrices)
+    assert as_vllm_builds(values, "model.layers.0.mlp.experts") == (None if len(stacks) == 2 else (4, 32))
+
+
+def test_what_stands_for_fused_modules_is_the_first_pattern_of_either_sign():
+    dynamic = {
+        "-:.*mlp": {},
+        r"+:.*\.1\.x": {"bits": 8},
+        r"-:^.*\.1\.x$": {},
+        r"-:a\.2\.x$": {},
+        r"+:a\.2\.x$": {"bits": 8},
+    }
+    declared = read_config({"bits": 4, "group_size": 32, "dynamic": dynamic}, "here")
+    found = {name: declared.for_fused(name) for name in ("a.0.mlp.x", "a.1.x", "a.2.x", "a.3.x")}
+    assert found == {"a.0.mlp.x": None, "a.1.x": (8, 32, True), "a.2.x": None, "a.3.x": (4, 32, True)}
+    assert declared.for_module("a.2.x") == (8, 32, True)  # a quantized layer is no module in floating point
 
 
 def test_dynamic_settings_hold_for_the_first_pattern_from_the_start_of_the_name():

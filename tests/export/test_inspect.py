@@ -177,3 +177,131 @@ def test_readers_of_mixtures_of_experts(material, tmp_path, kind, experts, loads
     made.weights = {f"model.layers.{n}.{experts}": random_weight(rows=64, columns=128, sym=True) for n in range(2)}
     others = {"GPTQModel", "transformers", "vLLM", "SGLang", "AutoGPTQ"}
     assert refusals(made.write(tmp_path / "out")).keys() == others - loads
+
+
+EXPERTS = "model.layers.1.mlp.experts"
+OTHER = ModuleOverride(group_size=64)
+UNLIKE = f"needs the parts of {EXPERTS} quantized alike"
+MISREAD = f"builds {EXPERTS} as dynamic says of that name, not as its experts are"
+
+
+def mixture(material, overrides, hidden=128, size=32):
+    """The material of a Qwen3-MoE with two experts in its second block, by `overrides` of a common setting."""
+    made = material(format="gptq", group_size=size, overrides=overrides)
+    made.model_config |= {"model_type": "qwen3_moe", "hidden_size": hidden, "moe_intermediate_size": 64}
+    made.weights, made.other_tensors = {}, {}
+    shapes = {"model.layers.0.self_attn.o_proj": (128, 128)}
+    for expert in range(2):
+        shapes |= {f"{EXPERTS}.{expert}.{part}_proj": (64, hidden) for part in ("gate", "up")}
+        shapes[f"{EXPERTS}.{expert}.down_proj"] = (hidden, 64)
+    for name, shape in shapes.items():
+        if (own := made.config.for_module(name)) is None:
+            made.other_tensors[f"{name}.weight"] = torch.randn(shape).half()
+        else:
+            made.weights[name] = random_weight(own.bits, *shape, own.group_size, sym=True)
+    return made
+
+
+def change_dynamic(path, change):
+    """Let another program, or an earlier version, have written what `dynamic` says."""
+    for name in ("config.json", "quantize_config.json"):
+        values = json.loads((path / name).read_text())
+        inner = values.get("quantization_config", values)
+        inner["dynamic"] = change(inner.get("dynamic", {}))
+        (path / name).write_text(json.dumps(values))
+
+
+def without_experts(dynamic):
+    return {pattern: rule for pattern, rule in dynamic.items() if not pattern.endswith("experts$")}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason", "before"),
+    [
+        ({}, "", ""),
+        ({"experts": OTHER}, "", MISREAD),
+        ({"experts": ModuleOverride(bits=8)}, "", MISREAD),
+        ({"experts": SKIP}, "", MISREAD),
+        ({r"experts\.1": OTHER}, UNLIKE, UNLIKE),
+        ({r"experts\.1": SKIP}, UNLIKE, UNLIKE),
+        ({"down_proj": OTHER}, UNLIKE, UNLIKE),
+        ({"up_proj": SKIP}, UNLIKE, UNLIKE),
+        ({"down_proj": SKIP}, UNLIKE, UNLIKE),
+    ],
+)
+def test_vllm_loads_experts_that_are_alike_and_are_what_the_config_says(material, tmp_path, overrides, reason, before):
+    """As vLLM 0.32 does on a CPU with experts in floating point, and as its lookup is written."""
+    out = mixture(material, overrides).write(tmp_path / "out")
+    found = refusals(out)
+    assert "GPTQModel" not in found
+    assert ("transformers" in found) == (overrides != {"experts": SKIP})
+    assert found.get("vLLM", "").startswith(reason)
+    assert bool(reason) == ("vLLM" in found)
+    assert "not tried with mixtures of experts" in found["SGLang"]
+    assert "not tried with mixtures of experts" in found["AutoGPTQ"]
+    change_dynamic(out, without_experts)  # as earlier versions wrote
+    assert refusals(out).get("vLLM", "").startswith(before)
+    assert bool(before) == ("vLLM" in refusals(out))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dynamic", "loads"),
+    [
+        ({"experts": OTHER}, {r"+:.*experts": {"group_size": 64}}, True),
+        ({"experts": OTHER}, {r"+:.*\.experts\..*": {"group_size": 64}}, False),  # GPTQModel's; it needs a dot behind
+        ({"experts": SKIP}, {r"-:.*\.mlp": {}}, True),
+        ({"experts": SKIP}, {r"-:.*\.\d\.\w+_proj": {}}, False),
+        ({}, {r"-:.*\.mlp": {}}, False),
+        ({}, {r"+:.*experts$": {"bits": 8}, r"-:.*\.mlp": {}}, False),
+        ({}, {r".*experts$": {"bits": 4}, r"-:.*\.mlp": {}}, True),
+    ],
+)
+def test_patterns_of_other_programs_are_asked_as_vllm_asks_them(material, tmp_path, overrides, dynamic, loads):
+    out = mixture(material, overrides).write(tmp_path / "out")
+    change_dynamic(out, lambda _: dynamic)
+    found = refusals(out)
+    assert ("vLLM" not in found) == loads
+    assert loads or MISREAD in found["vLLM"]
+
+
+def test_experts_whose_sizes_no_marlin_kernel_has_are_built_with_the_common_setting(material, tmp_path):
+    """Then vLLM takes kernels that do not look at dynamic, and know no group of a whole row."""
+
+    def vllm(overrides, how=None, **sizes):
+        out = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        return refusals(mixture(material, overrides, **sizes).write(out), **(how or {})).get("vLLM", "")
+
+    assert not vllm({}, hidden=192)
+    assert not vllm({"experts": OTHER})
+    assert "no Marlin kernel" in vllm({"experts": OTHER}, hidden=192)
+    assert "no Marlin kernel" in vllm({"experts": SKIP}, hidden=192)
+    assert "no Marlin kernel" in vllm({}, hidden=192, size=None)
+    assert not vllm({}, size=None)
+    assert not vllm({"experts": SKIP}, size=64)
+    assert "no Marlin kernel" in vllm({"experts": SKIP}, {"tensor_parallel": 2}, size=64)
+
+
+@pytest.mark.parametrize("format", ["gptq", "gptq_v2", "awq", "compressed-tensors"])
+def test_experts_in_floating_point_make_a_mixture_too(material, tmp_path, format):
+    made = material(format=format)
+    made.model_config["model_type"] = "qwen2_moe"
+    made.other_tensors["model.layers.0.mlp.experts.0.gate_proj.weight"] = torch.randn(64, 64)
+    found = refusals(made.write(tmp_path / "one"))
+    del made.other_tensors["model.layers.0.mlp.experts.0.gate_proj.weight"]
+    made.other_tensors["model.layers.0.mlp.experts.gate_up_proj"] = torch.randn(2, 64, 64)
+    stacked = refusals(made.write(tmp_path / "stacked"))
+    for each in (found, stacked):
+        gptq = format.startswith("gptq")
+        assert "not tried with the experts of qwen2_moe" in each["vLLM"] if gptq else "mixtures" in each["vLLM"]
+        assert "mixtures of experts" in each["SGLang"]
+        assert ("transformers" in each) != gptq
+    assert "stacks" not in found["GPTQModel"]
+    assert "stacks of model.layers.0.mlp.experts" in stacked["GPTQModel"] or not format.startswith("gptq")
+    assert inspect(tmp_path / "stacked").float_modules == ("model.layers.0.mlp.experts",)
+
+
+def test_vllm_loads_gpt_oss_in_none_of_our_formats(material, tmp_path):
+    """It calls attention otherwise than the files do."""
+    made = material(format="gptq")
+    made.model_config["model_type"] = "gpt_oss"
+    assert "MXFP4 and floating point only" in refusals(made.write(tmp_path / "out"))["vLLM"]
