@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -18,6 +18,7 @@ from .calibration.samples import Samples
 from .distributed import Processes
 from .errors import ConfigError, ShapeError
 from .export.formats import find_format, find_snap
+from .export.modules import experts_of
 from .model import FloatModel
 from .progress import Progress, ProgressCallback
 from .quantizer.allocation import Candidate, allocate_bits
@@ -116,7 +117,7 @@ def sensitivities(
     parts: dict[str, list[Candidate]] = {}
     members: dict[str, list[Target]] = {}
     for layer, streams in float_blocks(source, samples, processes, run, out, skip=config.skip_nonfinite):
-        for own, lost in _measured(layer, targets[layer], streams, config):
+        for own, lost in _alike(_measured(layer, targets[layer], streams, config)):
             stored = 8 * sum(floats[each.name] for each in own)
             plain = Candidate(bits=None, group_size=None, size=stored, loss=0.0)
             parts[own[0].name], members[own[0].name] = [*_candidates(own, lost, config), plain], own
@@ -210,6 +211,20 @@ def _measured(
         effect = _effect(layer, rounded, streams)
         scale = effect / lost[probe] if lost[probe] else 0.0
         yield members, {way: scale * loss for way, loss in lost.items()}
+
+
+def _alike(parts: Iterable[tuple[list[Target], dict[_Way, float]]]) -> list[tuple[list[Target], dict[_Way, float]]]:
+    """Return parts of a block, all experts of a layer as one if they can be alike: vLLM makes one layer of them."""
+    found: dict[str, tuple[list[Target], dict[_Way, float]]] = {}
+    for members, lost in parts:
+        name = experts_of(members[0].name) or members[0].name
+        before, sums = found.get(name, ([], dict.fromkeys(lost, 0.0)))
+        shared = {way: sums[way] + loss for way, loss in lost.items() if way in sums}
+        if shared:
+            found[name] = [*before, *members], shared
+        else:
+            found[members[0].name] = members, lost
+    return list(found.values())
 
 
 def _candidates(members: Sequence[Target], lost: Mapping[_Way, float], config: QuantizeConfig) -> list[Candidate]:
