@@ -50,7 +50,7 @@ from .page import report_svg
 from .pipeline import Pipeline
 from .progress import ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
-from .quantizer.methods import find_method, needs_calibration
+from .quantizer.methods import needs_calibration
 from .report import QuantizationReport
 from .run import PLACES, Run
 from .sensitivity import with_chosen_before, with_chosen_bits
@@ -207,11 +207,7 @@ def _pushed(out: Path, run: Run, processes: Processes) -> str | None:
 
 
 def _calibration(given: Any, config: QuantizeConfig) -> Calibration | None:
-    if given is None and needs_calibration(config):
-        settings = ("target_bits", "target_size", "learn_iterations", "tune_epochs")
-        who = next((name for name in settings if getattr(config, name)), "")
-        if find_method(config.method).needs:
-            who = f"method {config.method!r}"
+    if given is None and (who := needs_calibration(config)):
         raise CalibrationError(f"{who} needs calibration text; give some (only method 'rtn' by itself does without)")
     return None if given is None else calibration_of(given)
 
