@@ -279,11 +279,16 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool) -> Any | None:
     if path.is_file():  # GGUF
         with explain(f"the tokenizer of {path}"):
             return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    if not any(file.name.startswith(_TOKENIZER_FILES) for file in path.iterdir()):
+    if not has_tokenizer(path):
         return None
     with explain(f"the tokenizer of {path}"):
         how = {"trust_remote_code": trust_remote_code, "local_files_only": not trust_remote_code}
         return AutoTokenizer.from_pretrained(path, **how)
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether there is a tokenizer in a model's directory; GGUF files hold their own."""
+    return path.is_file() or any(file.name.startswith(_TOKENIZER_FILES) for file in path.iterdir())
 
 
 def open_tokenizer(tokenizer: Any, beside: Path | None = None, *, trust_remote_code: bool = False) -> Any:
