@@ -89,9 +89,10 @@ def load_samples(
         draw = _join if calibration.concatenate else _pick
         chosen = draw(opened, calibration, tokenizer, sequence_length)
         if len(chosen) < calibration.samples:
+            fewer = f"samples={len(chosen)} (--samples {len(chosen)}), or " if chosen else ""
             raise CalibrationError(
                 f"{opened.name} gives {len(chosen)} samples of {sequence_length} tokens, and samples is "
-                f"{calibration.samples}; give more text, or ask for fewer or shorter samples"
+                f"{calibration.samples}; give more text, {fewer}a smaller sequence_length (--sequence-length)"
             )
     _check(chosen, vocab_size, opened.name)
     candidates = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))

@@ -14,7 +14,7 @@ from ..errors import CheckpointError, ConfigError, ConversionError, ShapeError
 from ..hub import at_home, fetch
 from ..modes import in_plain_modes
 from ..quantizer.config import BITS, QuantizeConfig
-from ..settings import bytes_of
+from ..settings import bytes_of, one_of
 from .autoround import PACKING
 from .card import write_card
 from .checkpoint import REPORT, Checkpoint, check_written, lasting_config, matrices, open_checkpoint, write_report
@@ -58,7 +58,7 @@ def convert(
     """
     target = Path(at_home(target))
     if format not in FORMATS:
-        raise ConfigError(f"format is {format!r}; choose one of {', '.join(FORMATS)}")
+        raise ConfigError(f"format is {format!r}; {one_of(FORMATS, format)}")
     shard_size = bytes_of("shard_size", shard_size)
     source = fetch(source, revision, gguf=True)
     if source.is_file():

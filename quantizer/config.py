@@ -208,7 +208,7 @@ class QuantizeConfig:
         check_positive(self, "block_size")
         if not isinstance(self.overrides, Mapping):
             raise ConfigError(f"overrides is {self.overrides!r}; give a dictionary of settings by pattern")
-        overrides = {pattern: settings_of(ModuleOverride, override) for pattern, override in self.overrides.items()}
+        overrides = {pattern: _override(pattern, override) for pattern, override in self.overrides.items()}
         object.__setattr__(self, "overrides", overrides)
         for pattern, override in overrides.items():
             if self.type is not None and (override.bits, override.group_size) != (None, None):
@@ -289,6 +289,15 @@ def check_given(kind: str, given: Mapping[str, Any]) -> None:
     for key, value in {"format": "gguf", **grid_settings(kind)}.items():
         if given.get(key, value) != value:
             raise ConfigError(f"{key} is {given[key]}, but the type {kind} makes it {value}; leave it out")
+
+
+def _override(pattern: Any, given: Any) -> ModuleOverride:
+    if not isinstance(given, (ModuleOverride, Mapping)):
+        raise ConfigError(
+            f"override {pattern!r} is {given!r}; give {{'skip': True}} to leave such modules in floating point, or "
+            "other settings, such as {'bits': 8}"
+        )
+    return settings_of(ModuleOverride, given)
 
 
 def _check_bits(bits: int) -> None:
