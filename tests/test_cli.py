@@ -287,12 +287,15 @@ def test_of_several_processes_the_first_speaks(behave, monkeypatch, capsys, rank
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setattr(commands, "quantization_summary", str)
-    behave("quantize", SimpleNamespace(report="a report", url=None))
+    behave("quantize", SimpleNamespace(report="a report", url=None, was_finished=False))
     assert cli.main(QUANTIZE) == 0
     behave("quantize", AbandonedError("another process failed"))
     assert cli.main(QUANTIZE) == 1
     captured = capsys.readouterr()
     assert ("written to out" in captured.out, "another process failed" in captured.err) == (rank == 0, rank == 0)
+    behave("quantize", SimpleNamespace(report="a report", url=None, was_finished=True))
+    assert cli.main(QUANTIZE) == 0
+    assert (capsys.readouterr().out == "a report\nnothing to do, it was finished before: out\n") == (rank == 0)
 
 
 def test_messages_of_the_library_reach_standard_error(monkeypatch, capsys):

@@ -50,7 +50,8 @@ def quantize(arguments: argparse.Namespace) -> None:
         result = gptqkit.quantize(arguments.model, calibration, arguments.out, config, **how)
     if speaks:
         print(quantization_summary(result.report))
-        print(f"written to {arguments.out}" + (f" and uploaded to {result.url}" if result.url else ""))
+        done = "nothing to do, it was finished before:" if result.was_finished else "written to"
+        print(f"{done} {arguments.out}" + (f" and uploaded to {result.url}" if result.url else ""))
 
 
 def _calibration(arguments: argparse.Namespace) -> Calibration | None:

@@ -212,6 +212,8 @@ class Job:
         self._lock = _locked(self.folder)
         unfinished = _is_unfinished(self.folder)
         environment = {"threads": torch.get_num_threads(), "processes": self._processes.size, **versions()}
+        environment["batch_size"] = identity.get("batch_size")  # one that is smaller may be what lets a job go on
+        identity = {key: value for key, value in identity.items() if key != "batch_size"}
         if not unfinished or (self._overwrite and not resume):
             _clear(self.folder)
             check_target(self.out, overwrite=self._overwrite)
@@ -232,7 +234,7 @@ class Job:
             )
         elsewhere = differences(begun["environment"], environment)
         if elsewhere:
-            _LOG.warning("resumed in another environment, so last bits may differ: %s", some(elsewhere))
+            _LOG.warning("resumed otherwise than it was begun, so last digits may differ: %s", some(elsewhere))
         for old in (self.folder / "complete.json", *self.folder.glob(".tmp??????")):  # the directory is made anew
             old.unlink(missing_ok=True)
         sync_directory(self.folder)
