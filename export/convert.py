@@ -25,6 +25,7 @@ from .shards import MAX_SHARD_BYTES, check_same, read_json, same_bits, write_jso
 from .staging import staged
 
 _COPIES = ("quantization_config.json", "quant_config.json")  # auto-round's and AutoAWQ's of what config.json says
+_STALE = "quantization_report.html"  # it shows the old format; gptqkit report draws it anew
 _HOW = ("damp_percent", "static_groups", "true_sequential")  # in configs of gptq: how codes were found
 
 
@@ -44,7 +45,8 @@ def convert(
     size of a file: bytes, or a text such as "500MB".
 
     Every layer is unpacked and packed again; all other tensors keep their bytes. Configs are updated, our report and
-    model card too. All other files are copied, but for pickles, hidden files and linked folders. With `overwrite` a
+    model card too. All other files are copied, but for the report's page, pickles, hidden files and linked
+    folders. With `overwrite` a
     quantized model that is there already is replaced, after the new one is complete.
 
     Raises:
@@ -96,7 +98,7 @@ def fill(
 ) -> None:
     """Write tensors into a new directory, and copy what stands beside the weights in `source`."""
     weights = (".safetensors", ".safetensors.index.json", ".gguf")
-    copy_beside(source, directory, leave=(*weights, *_COPIES))
+    copy_beside(source, directory, leave=(*weights, *_COPIES, _STALE))
     write_shards(directory, tensors, shard_size)
 
 

@@ -286,14 +286,15 @@ def test_a_reader_that_has_seen_enough_is_no_error(behave, monkeypatch, capsys):
 def test_of_several_processes_the_first_speaks(behave, monkeypatch, capsys, rank):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setattr(commands, "quantization_summary", str)
-    behave("quantize", SimpleNamespace(report="a report", url=None, was_finished=False))
+    monkeypatch.setattr(commands, "quantization_summary", lambda report, _: report)
+    behave("inspect", None)
+    behave("quantize", SimpleNamespace(report="a report", path=Path("out"), url=None, was_finished=False))
     assert cli.main(QUANTIZE) == 0
     behave("quantize", AbandonedError("another process failed"))
     assert cli.main(QUANTIZE) == 1
     captured = capsys.readouterr()
     assert ("written to out" in captured.out, "another process failed" in captured.err) == (rank == 0, rank == 0)
-    behave("quantize", SimpleNamespace(report="a report", url=None, was_finished=True))
+    behave("quantize", SimpleNamespace(report="a report", path=Path("out"), url=None, was_finished=True))
     assert cli.main(QUANTIZE) == 0
     assert (capsys.readouterr().out == "a report\nnothing to do, it was finished before: out\n") == (rank == 0)
 

@@ -495,7 +495,7 @@ def test_a_finished_job_is_not_resumed_but_reported(job_models, undisturbed, tmp
             del part["seconds"]
     assert again == first
     assert contents(out) == undisturbed("gptq")[1]
-    assert "seconds" not in quantization_summary(QuantizationReport.from_dict(again))
+    assert "seconds" not in quantization_summary(QuantizationReport.from_dict(again), gptqkit.inspect(out))
     with pytest.raises(OutputExistsError, match=r"another job: config\.bits was 3, now 4"):
         quantize(job_models, "gptq", out, resume=True, settings={"bits": 4})
     other = quantize(job_models, "gptq", tmp_path / "other", settings={"bits": 4})
@@ -537,7 +537,7 @@ def test_a_finished_job_is_not_resumed_but_reported(job_models, undisturbed, tmp
 def test_resuming_is_advised_where_it_can_help(job_models, tmp_path, caplog, error, advice):
     with pytest.raises(error):
         quantize(job_models, "rtn", tmp_path / "out", progress=at(8, partial(stop, error)))
-    assert f"1 finished blocks are kept in {work_path(tmp_path / 'out')}; {advice}" in caplog.text
+    assert f"what is finished (1 block) is kept in {work_path(tmp_path / 'out')}; {advice}" in caplog.text
 
 
 def test_whatever_is_damaged_is_never_resumed_from(job_models, undisturbed, tmp_path, monkeypatch):

@@ -49,6 +49,7 @@ from .export.staging import check_target, remove_leftovers, replace_directory, s
 from .identity import differences, versions
 from .quantizer.config import QuantizeConfig
 from .report import ModuleReport
+from .units import counted
 
 _LOG = logging.getLogger("gptqkit")
 
@@ -127,8 +128,8 @@ class Job:
         again = isinstance(error, (OSError, MemoryError, RankError)) or not isinstance(error, GptqkitError)
         if self.records or (again and (self.folder / "chosen.json").exists()):
             advice = "resume the job to go on from there" if again else "resumed, the job would fail again"
-            kept = f"{len(self.records)} finished blocks are" if self.records else "the chosen bits are"
-            _LOG.warning("%s kept in %s; %s", kept, self.folder, advice)
+            kept = f"what is finished ({counted(len(self.records), 'block')})" if self.records else "the choice of bits"
+            _LOG.warning("%s is kept in %s; %s", kept, self.folder, advice)
             self._unlock()
         else:
             self._discard()

@@ -35,6 +35,7 @@ from .model import FloatModel
 from .modes import in_plain_modes
 from .saving import Saver
 from .targets import is_matrix, matrix
+from .units import counted
 
 _LOG = logging.getLogger("gptqkit")
 
@@ -261,7 +262,7 @@ def choose_device(device: torch.device | str) -> torch.device:
         raise ConfigError(f"device is {device!r}; give auto, cpu, cuda or cuda:N")
     found = torch.cuda.device_count()
     if place.type == "cuda" and (place.index or 0) >= found:
-        raise ConfigError(f"device is {device!r}, but torch sees {found} NVIDIA GPUs; give auto or cpu")
+        raise ConfigError(f"device is {device!r}, but torch sees {counted(found, 'NVIDIA GPU')}; give auto or cpu")
     return torch.device("cuda", torch.cuda.current_device()) if place.type == "cuda" and place.index is None else place
 
 
