@@ -23,6 +23,12 @@ KL divergence from the float model, and perplexity over its own (the ratio), are
 parameters, WikiText-2, --quality balanced), not this one's: gptqkit compare shows those. Activations come on top of the
 total."""
 
+_DIFFERENCES = {
+    "codes": "share of them that differ",
+    "scales": "share of them that differ",
+    "distance": "||A - B|| / ||A|| of the weights",
+}
+
 
 class ProgressDisplay:
     """A progress callback that draws bars on a terminal and in notebooks, and writes a line per layer anywhere else.
@@ -263,16 +269,26 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def difference_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the layers that differ (`LayerDifference.to_dict()`) as a table.
+    """Return the layers that differ (`LayerDifference.to_dict()`) as a table, and what its columns mean.
 
     >>> print(difference_table([{"name": "lm_head", "first": "float16 (8, 8)", "second": None}]))
     name               first   second
     lm_head   float16 (8, 8)        -
+    >>> row = {"name": "lm_head", "first": "4 bits", "second": "4 bits", "codes": 0.125, "distance": 0.02}
+    >>> print(difference_table([row]))
+    name       first   second   codes   distance
+    lm_head   4 bits   4 bits   0.125       0.02
+    <BLANKLINE>
+    codes: share of them that differ
+    distance: ||A - B|| / ||A|| of the weights
     >>> print(difference_table([]))
     nothing differs
     """
     optional = [key for key in ("codes", "scales", "distance") if any(row.get(key) is not None for row in rows)]
-    return _table(rows, ["name", "first", "second", *optional]) if rows else "nothing differs"
+    if not rows:
+        return "nothing differs"
+    notes = [f"{key}: {_DIFFERENCES[key]}" for key in optional]
+    return "\n".join([_table(rows, ["name", "first", "second", *optional]), *([""] if notes else []), *notes])
 
 
 def _table(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> str:
