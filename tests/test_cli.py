@@ -370,19 +370,22 @@ def test_scores_as_text_and_as_json(behave, capsys):
 def test_help_loads_nothing_heavy_and_reads_as_it_is_typed():
     script = (
         "import sys, gptqkit.cli as cli\n"
-        "for command in ('', 'quantize', 'plan', 'evaluate', 'compare', 'report', 'inspect', 'convert'):\n"
+        "for command in ('', 'quantize', 'plan', 'imatrix', 'evaluate', 'compare', 'report', 'inspect', 'convert'):\n"
         "    try: cli.main([*command.split(), '--help'])\n"
         "    except SystemExit as stopped: assert stopped.code == 0\n"
         "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)), file=sys.stderr)\n"
     )
     done = run([sys.executable, "-c", script])
     assert done.stderr == "[]\n"
-    assert done.stdout.count("exit codes:") == 8
+    assert done.stdout.count("exit codes:") == 9
     assert "`" not in done.stdout
     text = " ".join(done.stdout.split())
     assert re.search(r"--shard-size SIZE .* \(default: 4GiB\)", text)
     assert "--grid {minmax,mse,sim}" in text
     assert not re.search("[a-z]_act", text)
+    assert "symmetric grids: the zero point is fixed at 2^(bits-1)" in text
+    assert "the exit code is 1 if it does not" in text
+    assert "in RAM (memory, and auto) or on disk" in text  # of imatrix, whose auto is RAM
 
 
 def test_the_installed_command_from_a_model_to_another_format(example_model, small_text, tmp_path, capsys):

@@ -22,7 +22,7 @@ from .errors import AbandonedError, GptqkitError
 from .evaluation.config import Evaluation
 from .export.formats import FORMATS, READERS
 from .options import Once, Parser, add_fields, add_settings, name, new_file, path, picture, positive, seed, size
-from .run import Run
+from .run import PLACES, Run
 from .version import __version__
 
 EXIT_CODES = """\
@@ -96,7 +96,9 @@ def parser() -> argparse.ArgumentParser:
     imatrix.add_argument("--calibration", action="append", required=True, help=how, **text)
     add_fields(imatrix.add_argument_group("calibration"), Calibration)
     of_run = imatrix.add_argument_group("run")
-    add_fields(of_run, Run, ("overwrite", "resume", "strict", "shard_size", *UPLOAD))
+    add_fields(of_run, Run, ("activations", "overwrite", "resume", "strict", "shard_size", *UPLOAD))
+    hidden = "where to keep hidden states between blocks: on the GPU (device), in RAM (memory, and auto) or on disk"
+    of_run.add_argument("--activations", choices=PLACES, default=argparse.SUPPRESS, help=hidden)
     of_run.add_argument(
         "--overwrite", action="store_true", default=argparse.SUPPRESS, help="replace OUT if it is a GGUF file"
     )
@@ -149,7 +151,11 @@ def _add_readers(parsers: Any) -> None:
     report.add_argument("--svg", metavar="FILE.svg", type=picture, help="also write the heat map of errors as an image")
 
     look = _add_command(parsers, commands.inspect, "checkpoint", "--revision", "--json")
-    one = "say of one program whether it loads the checkpoint, what is in the way, and what it costs; 1 if it does not"
+    one = (
+        "tell of one program whether it loads the checkpoint, what is in the way, and what loading costs; the exit "
+        "code is 1 if it does not. What is told of transformers is without gptqkit: after 'import gptqkit' it loads "
+        "all formats but GGUF as gptqkit does"
+    )
     look.add_argument("--for", dest="reader", type=str.lower, choices=_READERS, help=one)
     gpus = "GPUs between which vLLM or SGLang is to share every layer (default: 1)"
     look.add_argument("--tensor-parallel", metavar="N", type=positive, default=1, help=gpus)

@@ -97,13 +97,8 @@ def evaluate(
     tokenizer = own if tokenizer is None else tokenizer
     check_text_to_text(model)
     encoder = is_encoder(model, folder)
-    if encoder and reference is None:
-        raise ConfigError(
-            f"{type(model).__name__} is an encoder, which has no perplexity: what is measured is how well it keeps the "
-            "embeddings of the float model; give that as the reference"
-        )
-    if encoder and config.stride is not None:
-        raise ConfigError(f"stride is {config.stride}, but an encoder's texts are measured one by one; leave it out")
+    if encoder:
+        _check_encoder(model, reference, config)
     models = [model]
     if reference is not None:
         reference, _ = _open(reference, config, "auto")
@@ -136,6 +131,16 @@ def evaluate(
             scores = score(model, tokens, reference=reference, **how)
     choice = getattr(model, "gptqkit_backend", None)
     return scores if choice is None else dataclasses.replace(scores, backend=choice.name)
+
+
+def _check_encoder(model: Any, reference: Any, config: Evaluation) -> None:
+    if reference is None:
+        raise ConfigError(
+            f"{type(model).__name__} is an encoder, which has no perplexity: what is measured is how well it keeps the "
+            "embeddings of the float model; give that as the reference"
+        )
+    if config.stride is not None:
+        raise ConfigError(f"stride is {config.stride}, but an encoder's texts are measured one by one; leave it out")
 
 
 def check_named(dataset: Any, config: Evaluation) -> bool:
