@@ -296,7 +296,7 @@ def test_of_several_processes_the_first_speaks(behave, monkeypatch, capsys, rank
     assert ("written to out" in captured.out, "another process failed" in captured.err) == (rank == 0, rank == 0)
     behave("quantize", SimpleNamespace(report="a report", path=Path("out"), url=None, was_finished=True))
     assert cli.main(QUANTIZE) == 0
-    assert (capsys.readouterr().out == "a report\nnothing to do, it was finished before: out\n") == (rank == 0)
+    assert (capsys.readouterr().out == "a report\nleft as it was finished before: out\n") == (rank == 0)
 
 
 def test_messages_of_the_library_reach_standard_error(monkeypatch, capsys):

@@ -109,7 +109,9 @@ def test_a_finished_checkpoint_is_uploaded_and_nothing_else(endpoint, tmp_path, 
         (out / name).write_text("secret")
     endpoint.broken = False
     assert cli.main([*command, "--resume"]) == 0
-    assert capsys.readouterr().out.endswith(f"written to {out} and uploaded to {endpoint.url}/me/small\n")
+    assert capsys.readouterr().out.endswith(
+        f"left as it was finished before: {out} and uploaded to {endpoint.url}/me/small\n"
+    )
     assert endpoint.repositories["me/small"] == {**files, "notes.txt": b"of an earlier upload"}
     assert endpoint.wishes["me/small"].get("visibility") == ("private" if private else None)
     endpoint.repositories["me/small"].clear()

@@ -50,7 +50,7 @@ def quantize(arguments: argparse.Namespace) -> None:
         result = gptqkit.quantize(arguments.model, calibration, arguments.out, config, **how)
     if speaks:
         print(quantization_summary(result.report, gptqkit.inspect(result.path)))
-        done = "nothing to do, it was finished before:" if result.was_finished else "written to"
+        done = "left as it was finished before:" if result.was_finished else "written to"
         print(f"{done} {arguments.out}" + (f" and uploaded to {result.url}" if result.url else ""))
 
 
