@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArchitectureError, NonFiniteError
+from ..units import counted
 from .halves import model_inputs
 from .samples import Samples
 
@@ -51,7 +52,7 @@ class Batches:
                 if len(batch) == 1 or not out_of_memory(error):
                     raise
                 self.size = len(batch) // 2
-                _LOG.warning("out of memory with %d samples; going on with %d", len(batch), self.size)
+                _LOG.warning("out of memory with %s; going on with %d", counted(len(batch), "sample"), self.size)
             if self.device.type == "cuda":  # when the error is gone, and what it kept
                 torch.cuda.empty_cache()
 

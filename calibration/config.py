@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+from ..errors import ConfigError
 from ..settings import check_positive, check_seed, check_types, settings_of
+
+_NUMBERS = ("samples", "sequence_length", "seed", "concatenate")
 
 
 @dataclass(frozen=True)
@@ -55,4 +58,7 @@ def calibration_of(given: Any) -> Calibration:
     """Return a `Calibration` as it is, or made of a dictionary of its fields, or of a source, with the defaults."""
     if isinstance(given, Mapping) and "source" in given:
         return settings_of(Calibration, given)
+    if isinstance(given, Mapping) and any(isinstance(given.get(name), int) for name in _NUMBERS):  # and no texts
+        settings_of(Calibration, {"source": None, **given})
+        raise ConfigError(f"the calibration has {', '.join(map(str, given))}, but no source; give its text as source")
     return given if isinstance(given, Calibration) else Calibration(given)

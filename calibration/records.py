@@ -22,12 +22,18 @@ COLUMNS = ("text", "content", "messages", "conversations", "input_ids")
 SPEAKERS = {"human": "user", "gpt": "assistant"}
 """Roles by what chats in ShareGPT's form call them."""
 
+MESSAGE = "'role' and 'content', or 'from' and 'value'"
+"""What a message of a chat has."""
+
+WORDLESS = ("tool_calls", "function_call", "reasoning_content", "thinking")
+"""What a message may have in place of content."""
+
 MOST = 4 << 30  # characters of one file: more is a mistake, or a file that is small but unpacks to anything
 NESTING = 2  # lists in a list: a batch of records, each of which holds several documents
 
 KINDS = (
-    "text, a chat (a list of messages with 'role' and 'content', or 'from' and 'value'), token ids (whole numbers of "
-    "64 bits), a record of one of these, or a batch of them"
+    f"text, a chat (a list of messages with {MESSAGE}), token ids (whole numbers of 64 bits), a record of one of "
+    "these, or a batch of them"
 )
 
 
@@ -64,7 +70,7 @@ class Reader:
         elif ids is not None:
             yield from self._rows(ids, mask)
         elif _is_chat(value):
-            yield Chat([*map(_message, value)], f"document {self._number} of {self._name}")
+            yield Chat([*map(self._message, value)], f"document {self._number} of {self._name}")
         elif depth and isinstance(value, Sequence) and not isinstance(value, bytes):
             if isinstance(value, tuple) and len(value) > 1 and _tensors(value):
                 raise self._nameless()
@@ -128,15 +134,28 @@ class Reader:
             if found is texts and len(texts) != 1:
                 raise CalibrationError(
                     f"{self._name} has none of the columns {', '.join(COLUMNS)}, and {len(texts)} others with text; "
-                    f"name the column to read with column (--column): {names_of(record)}"
+                    f"name the column to read with column (--column): {names_of(record)}. Messages of a chat have "
+                    f"{MESSAGE}"
                 )
             self._column = found[0]
         if self._column not in record:
+            chat = all(isinstance(value, str) for value in record.values())
             raise CalibrationError(
                 f"record {self._number} of {self._name} has no column {self._column!r}; its columns are "
-                f"{names_of(record)}"
+                f"{names_of(record)}{f', and messages of a chat have {MESSAGE}' if chat else ''}"
             )
         return self._column
+
+    def _message(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message with role and content, also where ShareGPT's form says from and value."""
+        if "role" not in given:
+            return {"role": SPEAKERS.get(given["from"], given["from"]), "content": given["value"]}
+        if "content" not in given and given.keys().isdisjoint(WORDLESS):
+            raise CalibrationError(
+                f"document {self._number} of {self._name} is a chat with a message of {names_of(given)}; it must have "
+                f"{MESSAGE}"
+            )
+        return given
 
     def _nameless(self) -> CalibrationError:
         return CalibrationError(
@@ -201,13 +220,6 @@ def _is_chat(value: Any) -> bool:
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
         return False
     return all(isinstance(item, Mapping) and ("role" in item or {"from", "value"} <= item.keys()) for item in value)
-
-
-def _message(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message with role and content, also where ShareGPT's form says from and value."""
-    if "role" in given:
-        return given
-    return {"role": SPEAKERS.get(given["from"], given["from"]), "content": given["value"]}
 
 
 def shown(value: Any) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CalibrationError, ConfigError
+from ..units import counted
 from .chats import Chat
 from .config import Calibration
 from .records import Document, is_ready
@@ -89,9 +90,11 @@ def load_samples(
         draw = _join if calibration.concatenate else _pick
         chosen = draw(opened, calibration, tokenizer, sequence_length)
         if len(chosen) < calibration.samples:
+            fewer = f"samples={len(chosen)} (--samples {len(chosen)}), or " if chosen else ""
+            found = counted(len(chosen), "sample")
             raise CalibrationError(
-                f"{opened.name} gives {len(chosen)} samples of {sequence_length} tokens, and samples is "
-                f"{calibration.samples}; give more text, or ask for fewer or shorter samples"
+                f"{opened.name} gives {found} of {counted(sequence_length, 'token')}, and samples is "
+                f"{calibration.samples}; give more text, {fewer}a smaller sequence_length (--sequence-length)"
             )
     _check(chosen, vocab_size, opened.name)
     candidates = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))

@@ -28,6 +28,7 @@ from ..calibration.samples import Samples
 from ..errors import CalibrationError, ConfigError, NonFiniteError, ShapeError
 from ..progress import Progress, ProgressCallback, silent
 from ..settings import Plain
+from ..units import counted
 
 _Item = TypeVar("_Item")
 
@@ -155,8 +156,8 @@ def cut_windows(
     count = len(tokens)
     if count < sequence_length:
         raise CalibrationError(
-            f"the text has {count} tokens, less than one window of {sequence_length}; give a longer text or a smaller "
-            "sequence_length"
+            f"the text has {counted(count, 'token')}, less than one window of {sequence_length}; give a longer text or "
+            "a smaller sequence_length"
         )
     if stride is None:
         whole = tokens[: count // sequence_length * sequence_length].view(-1, sequence_length)

@@ -9,9 +9,11 @@ from typing import Any
 
 import yaml
 
+from ..units import counted
 from .checkpoint import REPORT
 from .files import check_file
 from .inspect import CheckpointSummary, inspect
+from .modules import CHOSEN
 from .readers import TRANSFORMERS
 from .shards import read_json, some
 
@@ -33,6 +35,17 @@ model, tokenizer = gptqkit.load("path/to/this/directory")
 
 _GGUF = "\n\n`model.gguf` holds all that llama.cpp needs: `llama-cli -m model.gguf`."
 
+_MULTIPLIED = """
+
+With transformers, which multiplies the weights out (and needs `gguf` for it):
+
+```python
+from transformers import {model}, AutoTokenizer
+
+model = {model}.from_pretrained("path/to/this/directory", gguf_file="model.gguf")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")
+```"""
+
 _POOLING = "\n\nThe model returns hidden states of tokens; pool them as `1_Pooling/config.json` says."
 
 _OWN_CODE = """
@@ -42,16 +55,24 @@ A config names Python code that comes with it, which runs only if asked for:
 
 _TRANSFORMERS = """
 
-With transformers (which needs {packages} for it):
+With transformers, where the import of gptqkit comes first{otherwise}:
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import gptqkit
+from transformers import {model}, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("path/to/this/directory")
+model = {model}.from_pretrained("path/to/this/directory")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")
 ```"""
 
-# What transformers needs to load a family of formats.
+_CLASSES = {
+    "text-generation": "AutoModelForCausalLM",
+    "text2text-generation": "AutoModelForSeq2SeqLM",
+    "image-text-to-text": "AutoModelForImageTextToText",
+}
+"""What transformers calls models by what they are for; AutoModel, if they are not here."""
+
+# What transformers needs to load a family of formats without gptqkit.
 _PACKAGES = {
     "gptq": "`optimum` and `gptqmodel`",
     "awq": "`gptqmodel`",
@@ -145,16 +166,23 @@ def _settings(report: Mapping[str, Any], config: Mapping[str, Any], summary: Che
     size, samples, version = config["group_size"], report.get("samples"), (report.get("versions") or {}).get("gptqkit")
     own = ["target_bits", "target_size", "quality", "method"]
     own += ["desc_act", "act_group_aware", "static_groups", "damp_percent"]
-    sizes = [size or -1] if (size or -1) in summary.group_sizes else summary.group_sizes  # what was asked for, or is
+    chosen = any(config.get(name) is not None for name in own[:2])
+    widths = {f"modules of {bits} bits": count for bits, count in summary.bits.items()} if chosen else {}
+    overrides = (config.get("overrides") or {}).items()
+    shown = {pattern: own for pattern, own in overrides if not (chosen and CHOSEN.fullmatch(pattern))}
+    asked = not chosen and (size or -1) in summary.group_sizes
+    sizes = [size or -1] if asked else summary.group_sizes  # what was asked for, or is
     rows = {
-        "bits": config["bits"],
+        "bits": None if chosen else config["bits"],
+        **widths,
+        "bits per weight, scales and indices included": f"{summary.bits_per_weight:.4g}",
         "group size": ", ".join("one group per row" if each == -1 else str(each) for each in sizes),
         "symmetric": config["sym"],
         "format": config["format"],
         "type": config.get("type"),
         **{name: config.get(name) for name in own},
-        **{f"override of `{pattern}`": _override(own) for pattern, own in (config.get("overrides") or {}).items()},
-        "calibration": f"{samples} samples of {report.get('sequence_length')} tokens" if samples else None,
+        **{f"override of `{pattern}`": _override(changes) for pattern, changes in shown.items()},
+        "calibration": f"{counted(samples, 'sample')} of {report.get('sequence_length')} tokens" if samples else None,
         "seed": report.get("seed"),
         "quantizer": version and f"gptqkit {version}",
     }
@@ -176,7 +204,8 @@ def _floats(summary: CheckpointSummary, reasons: Mapping[str, str]) -> str:
     names = summary.float_modules
     if not names:
         return ""
-    text = f"## Left in floating point\n\n{len(names)} modules of the blocks: {some(f'`{name}`' for name in names)}."
+    text = f"## Left in floating point\n\n{counted(len(names), 'module')} of the blocks: "
+    text += f"{some(f'`{name}`' for name in names)}."
     why = dict.fromkeys(map(str, reasons.values()))
     return text + (f" {len(reasons)} of all modules could not be quantized ({some(why)})." if reasons else "")
 
@@ -202,7 +231,7 @@ def _errors(modules: Sequence[Mapping[str, Any]], *, picture: bool) -> str:
     worst = max(known, key=lambda module: float(module["error"]))
     text = (
         "## Errors\n\nRelative output error ||(W - Q)X|| / ||WX|| on the calibration data: "
-        f"{mean:.5f} on average over {len(known)} modules (plain rounding: {rounding:.5f}), at most "
+        f"{mean:.5f} on average over {counted(len(known), 'module')} (plain rounding: {rounding:.5f}), at most "
         f"{worst['error']:.5f}, in `{worst['name']}`. Every module is in `quantization_report.json`."
     )
     flagged = [f"`{module['name']}`" for module in known if module.get("worse_than_rounding")]
@@ -219,6 +248,10 @@ def _loading(summary: CheckpointSummary, family: str, pipeline: str, *, own_code
     """Return how to load it, and which programs can."""
     readers = [reader.name for reader in summary.readers if reader.loads]
     text = _LOADING + _POOLING * (pipeline == "sentence-similarity") + _GGUF * (family == "gguf") + _OWN_CODE * own_code
-    if TRANSFORMERS in readers and family in _PACKAGES:
-        text += _TRANSFORMERS.format(packages=_PACKAGES[family])
+    kind, alone = _CLASSES.get(pipeline, "AutoModel"), TRANSFORMERS in readers
+    if family == "gguf" and alone:
+        text += _MULTIPLIED.format(model=kind)
+    elif family != "gguf" and not own_code:
+        without = f" (without it, transformers needs {_PACKAGES[family]})" if alone and family in _PACKAGES else ""
+        text += _TRANSFORMERS.format(model=kind, otherwise=without)
     return f"{text}\n\nLoaded by: {', '.join(readers)}. `gptqkit inspect` says why others cannot load it."

@@ -14,7 +14,7 @@ from ..errors import CheckpointError, ConfigError, ConversionError, ShapeError
 from ..hub import at_home, fetch
 from ..modes import in_plain_modes
 from ..quantizer.config import BITS, QuantizeConfig
-from ..settings import bytes_of
+from ..settings import bytes_of, one_of
 from .autoround import PACKING
 from .card import write_card
 from .checkpoint import REPORT, Checkpoint, check_written, lasting_config, matrices, open_checkpoint, write_report
@@ -25,6 +25,7 @@ from .shards import MAX_SHARD_BYTES, check_same, read_json, same_bits, write_jso
 from .staging import staged
 
 _COPIES = ("quantization_config.json", "quant_config.json")  # auto-round's and AutoAWQ's of what config.json says
+_STALE = "quantization_report.html"  # it shows the old format; gptqkit report draws it anew
 _HOW = ("damp_percent", "static_groups", "true_sequential")  # in configs of gptq: how codes were found
 
 
@@ -44,7 +45,8 @@ def convert(
     size of a file: bytes, or a text such as "500MB".
 
     Every layer is unpacked and packed again; all other tensors keep their bytes. Configs are updated, our report and
-    model card too. All other files are copied, but for pickles, hidden files and linked folders. With `overwrite` a
+    model card too. All other files are copied, but for the report's page, pickles, hidden files and linked
+    folders. With `overwrite` a
     quantized model that is there already is replaced, after the new one is complete.
 
     Raises:
@@ -58,7 +60,7 @@ def convert(
     """
     target = Path(at_home(target))
     if format not in FORMATS:
-        raise ConfigError(f"format is {format!r}; choose one of {', '.join(FORMATS)}")
+        raise ConfigError(f"format is {format!r}; {one_of(FORMATS, format)}")
     shard_size = bytes_of("shard_size", shard_size)
     source = fetch(source, revision, gguf=True)
     if source.is_file():
@@ -96,7 +98,7 @@ def fill(
 ) -> None:
     """Write tensors into a new directory, and copy what stands beside the weights in `source`."""
     weights = (".safetensors", ".safetensors.index.json", ".gguf")
-    copy_beside(source, directory, leave=(*weights, *_COPIES))
+    copy_beside(source, directory, leave=(*weights, *_COPIES, _STALE))
     write_shards(directory, tensors, shard_size)
 
 

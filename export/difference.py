@@ -38,9 +38,9 @@ class LayerDifference(Plain):
 def diff(first: Path | str, second: Path | str) -> list[LayerDifference]:
     """Return what differs between two checkpoints, directories or ids on the Hub, in the order of the first.
 
-    Layers are compared by the weights they stand for, so the formats may be different ones; all other tensors bit by
-    bit. Nothing is returned for what is equal. Layers of other bits, groups or symmetry differ even where their weights
-    are the same, which a `distance` of 0 tells.
+    Layers are compared by the weights they stand for, so the formats may be different ones; all other tensors by their
+    values, whatever the dtype. Nothing is returned for what is equal. Layers of other bits, groups or symmetry differ
+    even where their weights are the same, which a `distance` of 0 tells.
 
     Raises:
         DatasetUnavailableError: One of them is not there.
@@ -58,7 +58,7 @@ def _compared(name: str, one: Checkpoint, other: Checkpoint) -> LayerDifference 
     kinds = [_kind(name, checkpoint) for checkpoint in (one, other)]
     if None in kinds:
         return LayerDifference(name=layer, first=kinds[0], second=kinds[1])
-    if layer not in one.layers and layer not in other.layers and same_bits(one.tensor(name), other.tensor(name)):
+    if layer not in one.layers and layer not in other.layers and _same(one.tensor(name), other.tensor(name)):
         return None
     codes = scales = None
     if layer in one.layers and layer in other.layers:
@@ -90,6 +90,13 @@ def _kind(name: str, checkpoint: Checkpoint) -> str | None:
 def _value(name: str, checkpoint: Checkpoint) -> torch.Tensor:
     layer = name.removesuffix(".weight")
     return checkpoint.weight(layer).dequantize() if layer in checkpoint.layers else checkpoint.tensor(name).float()
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors have the same bits, or the same values in two dtypes, such as norms in GGUF, in float32."""
+    if one.dtype == other.dtype:
+        return same_bits(one, other)
+    return one.shape == other.shape and torch.equal(one.double(), other.double())
 
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> float:

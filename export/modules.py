@@ -23,6 +23,9 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 Setting: TypeAlias = "tuple[int, int | None] | None"
 """Bits and columns per group, where None is one group per row; None by itself for floating point."""
 
+CHOSEN = re.compile(r"\^(\w|\\.|\+)+\$")
+"""Overrides that choosing bits by sensitivity made: the name of a Linear, or that of all experts of a layer."""
+
 _BLOCK = re.compile(r"((?:.*?\.)?)(\d+)\.(.+)")
 _EXPERTS = re.compile(r"((?:.+\.)?experts)(?:\..+)?")
 

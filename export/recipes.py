@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import ConfigError
+from ..settings import one_of
 
 GRIDS = {
     "q4_0": (4, 32, True),
@@ -38,7 +39,7 @@ _NARROW = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k
 def grid_settings(name: str) -> dict[str, Any]:
     """Return bits, group_size and sym of a recipe's main block type, or a block type; ConfigError for another name."""
     if name not in TYPES:
-        raise ConfigError(f"type is {name!r}; choose one of {', '.join(TYPES)}")
+        raise ConfigError(f"type is {name!r}; {one_of(TYPES, name)}")
     return dict(zip(("bits", "group_size", "sym"), GRIDS[RECIPES.get(name, name)], strict=True))
 
 

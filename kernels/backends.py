@@ -6,6 +6,7 @@ A new backend is one `QuantLinear` and one entry of `BACKENDS`. Nothing here imp
 from __future__ import annotations
 
 from ..errors import BackendError
+from ..settings import one_of
 
 BACKENDS = {
     "cuda": "kernels.cuda:CudaLinear",
@@ -21,4 +22,4 @@ The torch backend serves every layer on every device.
 def check_backend(requested: str) -> None:
     """Raise BackendError, before any work starts, for a name that is neither "auto" nor one of `BACKENDS`."""
     if requested != "auto" and requested not in BACKENDS:
-        raise BackendError(f"backend is {requested!r}; choose one of auto, {', '.join(BACKENDS)}")
+        raise BackendError(f"backend is {requested!r}; {one_of(('auto', *BACKENDS), requested)}")

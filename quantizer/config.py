@@ -76,15 +76,16 @@ class QuantizeConfig:
         bits: Bits per weight.
         group_size: Input columns that share a scale and a zero point; -1 for one group per row.
         target_bits: Bits per weight on average, such as 3.25, scales and zero points included, but not the g_idx that
-            files of gptq carry beside them: the parts of every block get 2, 3, 4 or 8 bits, in groups of `group_size`
-            or halves of it down to 32, or stay in floating point, as it matters most, but for modules that have an
-            override.
-        target_size: Instead of that, the most that all tensors of the checkpoint may take, in bytes or such as "4GB". A
-            warning says so where tensors that are copied make it more.
-        sym: Symmetric or asymmetric grids: the zero point is fixed at 2^(bits-1), and scales may be negative, or it is
-            chosen for every group.
+            files of gptq carry beside them. The parts of every block get 2, 3, 4 or 8 bits, in groups of `group_size`
+            or halves of it down to 32, or stay in floating point, so that most is spent where it matters most. Modules
+            that have an override keep it.
+        target_size: Most that all tensors of the checkpoint may take, in bytes or such as "4GB"; bits are chosen as
+            with `target_bits`, in whose place it is given. Should tensors that are only copied make it more, a warning
+            says so.
+        sym: Symmetric grids: the zero point is fixed at 2^(bits-1), and scales may be negative. Asymmetric
+            ones choose a zero point for every group.
         quality: "fast" solves every layer with gptq and refines it; "balanced" takes loaq, simulated grids and
-            two_sided; "best" also learns the rounding of every block in 40 steps, and tunes the scales of the whole
+            `two_sided`; "best" also learns the rounding of every block in 40 steps, and tunes the scales of the whole
             model. Each sets `method`, `grid`, `refine_rounds`, `two_sided`, `learn_iterations` and `tune_epochs`, where
             not given. By default "balanced", or "fast" where a method is given.
         method: "rtn" rounds to nearest; "gptq" moves each column's error onto later columns (arXiv 2210.17323);
@@ -125,7 +126,7 @@ class QuantizeConfig:
         format: Checkpoint format; "gptq" is version 1, which has no zero point 0. "awq" and "marlin" hold 4 bits, and
             no act-order without `static_groups`.
         type: Of the format "gguf", which it chooses: the recipe, tensor by tensor as in llama.cpp, where Q4_K_M is
-            usual, or one block type for all Linears, such as q4_k. It decides bits, group_size and sym.
+            usual, or one block type for all Linears, such as q4_k. It decides `bits`, `group_size` and `sym`.
 
     Raises:
         ConfigError: A value or a combination that cannot be.
@@ -208,7 +209,7 @@ class QuantizeConfig:
         check_positive(self, "block_size")
         if not isinstance(self.overrides, Mapping):
             raise ConfigError(f"overrides is {self.overrides!r}; give a dictionary of settings by pattern")
-        overrides = {pattern: settings_of(ModuleOverride, override) for pattern, override in self.overrides.items()}
+        overrides = {pattern: _override(pattern, override) for pattern, override in self.overrides.items()}
         object.__setattr__(self, "overrides", overrides)
         for pattern, override in overrides.items():
             if self.type is not None and (override.bits, override.group_size) != (None, None):
@@ -289,6 +290,15 @@ def check_given(kind: str, given: Mapping[str, Any]) -> None:
     for key, value in {"format": "gguf", **grid_settings(kind)}.items():
         if given.get(key, value) != value:
             raise ConfigError(f"{key} is {given[key]}, but the type {kind} makes it {value}; leave it out")
+
+
+def _override(pattern: Any, given: Any) -> ModuleOverride:
+    if not isinstance(given, (ModuleOverride, Mapping)):
+        raise ConfigError(
+            f"override {pattern!r} is {given!r}; give {{'skip': True}} to leave such modules in floating point, or "
+            "other settings, such as {'bits': 8}"
+        )
+    return settings_of(ModuleOverride, given)
 
 
 def _check_bits(bits: int) -> None:

@@ -114,10 +114,12 @@ class Method:
     needs: frozenset[str] = frozenset()
 
 
-def needs_calibration(config: Any) -> bool:
-    """Whether the settings of a QuantizeConfig can do nothing without calibration text."""
-    learned = config.learn_iterations or config.tune_epochs or config.chooses_bits
-    return bool(find_method(config.method).needs or learned)
+def needs_calibration(config: Any) -> str:
+    """Return which setting of a QuantizeConfig can do nothing without calibration text; empty where none is."""
+    if find_method(config.method).needs:
+        return f"method {config.method!r}"
+    settings = ("target_bits", "target_size", "learn_iterations", "tune_epochs")
+    return next((name for name in settings if getattr(config, name)), "")
 
 
 def needs_cross(config: Any) -> bool:

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,12 +21,12 @@ from gptqkit.errors import AbandonedError, CheckpointError, GptqkitError
 from gptqkit.run import Run
 
 COMMANDS = {
-    gptqkit.QuantizeConfig: ("quantize model out", "plan model"),
+    gptqkit.QuantizeConfig: ("quantize model out --calibration a.txt", "plan model"),
     gptqkit.Calibration: ("quantize model out --calibration a.txt", "plan model"),
-    Run: ("quantize model out --push-to-hub me/model",),
+    Run: ("quantize model out --calibration a.txt --push-to-hub me/model",),
     gptqkit.Evaluation: ("evaluate model --dataset a.txt", "compare model --dataset a.txt"),
 }
-QUANTIZE = ["quantize", "model", "out"]
+QUANTIZE = ["quantize", "model", "out", "--calibration", "a.txt"]
 SKIP = gptqkit.ModuleOverride(skip=True)
 
 
@@ -129,9 +130,9 @@ def test_settings_that_are_typed_in_a_form_of_their_own(settings):
     assert found[Run].shard_size == 3 << 20
     for typed, meant in {"6.5MB": 6500000, "1kB": 1000, "8gb": 8 * 10**9, "1.5 gib": 3 << 29, "7": 7}.items():
         assert settings([*QUANTIZE, "--shard-size", typed])[Run].shard_size == meant
-    for command in (["quantize", "model", "out"], ["evaluate", "model", "--dataset", "a.txt"]):
+    for command in (QUANTIZE, ["evaluate", "model", "--dataset", "a.txt"]):
         assert settings([*command, "--tokenizer", "org/tokenizer"])[str] == "org/tokenizer"
-    assert gptqkit.Calibration not in settings(QUANTIZE)
+    assert gptqkit.Calibration not in settings(["quantize", "model", "out", "--method", "rtn"])
 
 
 @pytest.mark.parametrize(
@@ -171,11 +172,29 @@ def test_settings_that_are_typed_in_a_form_of_their_own(settings):
         "quantize model out --calibration a.txt --format gguf",
         "plan model --type Q8_0 --bits 4",
         "plan model --type Q4_K_M --group-size 128",
+        "quantize model out",
+        "quantize model out --method rtn --target-bits 3",
+        "quantize model out --method rtn --seed -1",
+        "quantize model '' --calibration a.txt",
+        "quantize '' out --calibration a.txt",
+        "quantize model out --calibration ''",
+        "quantize model out --calibration a.txt --evaluate-on b.txt --evaluate-on c.txt",
+        "evaluate model --dataset a.txt --dataset b.txt",
+        "evaluate model --dataset a.txt --reference ''",
+        "compare a '' --dataset a.txt",
+        "convert in '' --format gptq",
+        "rotate model out --seed -1",
+        "inspect out --tensor-parallel 0",
+        "recommend model --memory 8GB --for vllm --context 0",
+        "compare a b --dataset a.txt --plot plot.png",
+        "compare a b --dataset a.txt --plot nowhere/plot.svg",
+        "report out --svg map.png",
+        "report out --html .",
     ],
 )
 def test_usage_errors_are_two_lines_and_2(typed, capsys):
     with pytest.raises(SystemExit) as stopped:
-        cli.main(typed.split())
+        cli.main(shlex.split(typed))
     assert stopped.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -267,13 +286,17 @@ def test_a_reader_that_has_seen_enough_is_no_error(behave, monkeypatch, capsys):
 def test_of_several_processes_the_first_speaks(behave, monkeypatch, capsys, rank):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setattr(commands, "quantization_summary", str)
-    behave("quantize", SimpleNamespace(report="a report", url=None))
+    monkeypatch.setattr(commands, "quantization_summary", lambda report, _: report)
+    behave("inspect", None)
+    behave("quantize", SimpleNamespace(report="a report", path=Path("out"), url=None, was_finished=False))
     assert cli.main(QUANTIZE) == 0
     behave("quantize", AbandonedError("another process failed"))
     assert cli.main(QUANTIZE) == 1
     captured = capsys.readouterr()
     assert ("written to out" in captured.out, "another process failed" in captured.err) == (rank == 0, rank == 0)
+    behave("quantize", SimpleNamespace(report="a report", path=Path("out"), url=None, was_finished=True))
+    assert cli.main(QUANTIZE) == 0
+    assert (capsys.readouterr().out == "a report\nleft as it was finished before: out\n") == (rank == 0)
 
 
 def test_messages_of_the_library_reach_standard_error(monkeypatch, capsys):
@@ -320,8 +343,6 @@ def test_one_reader_answers_by_its_exit_code(example_model, tmp_path, capsys):
     answer = json.loads(capsys.readouterr().out)
     assert (answer["name"], answer["loads"]) == ("SGLang", False)
     assert "o_proj has 64 inputs on each GPU and groups of 128" in answer["reasons"][0]
-    assert cli.main([*command, "gptqkit", "--tensor-parallel", "0"]) == 1
-    assert "tensor_parallel is 0" in capsys.readouterr().err
 
 
 def test_recommendations_as_text_and_as_json(example_model, capsys):
@@ -349,19 +370,22 @@ def test_scores_as_text_and_as_json(behave, capsys):
 def test_help_loads_nothing_heavy_and_reads_as_it_is_typed():
     script = (
         "import sys, gptqkit.cli as cli\n"
-        "for command in ('', 'quantize', 'plan', 'evaluate', 'compare', 'report', 'inspect', 'convert'):\n"
+        "for command in ('', 'quantize', 'plan', 'imatrix', 'evaluate', 'compare', 'report', 'inspect', 'convert'):\n"
         "    try: cli.main([*command.split(), '--help'])\n"
         "    except SystemExit as stopped: assert stopped.code == 0\n"
         "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)), file=sys.stderr)\n"
     )
     done = run([sys.executable, "-c", script])
     assert done.stderr == "[]\n"
-    assert done.stdout.count("exit codes:") == 8
+    assert done.stdout.count("exit codes:") == 9
     assert "`" not in done.stdout
     text = " ".join(done.stdout.split())
     assert re.search(r"--shard-size SIZE .* \(default: 4GiB\)", text)
     assert "--grid {minmax,mse,sim}" in text
     assert not re.search("[a-z]_act", text)
+    assert "symmetric grids: the zero point is fixed at 2^(bits-1)" in text
+    assert "the exit code is 1 if it does not" in text
+    assert "in RAM (memory, and auto) or on disk" in text  # of imatrix, whose auto is RAM
 
 
 def test_the_installed_command_from_a_model_to_another_format(example_model, small_text, tmp_path, capsys):

@@ -128,8 +128,11 @@ def test_any_values_and_names_are_drawn_as_text():
 @pytest.mark.parametrize("name", ["plot.png", "svg", "missing/plot.svg", "folder.svg"])
 def test_a_picture_that_cannot_be_written_is_one_line_before_any_work(tmp_path, name, capsys):
     (tmp_path / "folder.svg").mkdir()
-    assert cli.main(["compare", "nowhere", "--dataset", "nothing.txt", "--plot", str(tmp_path / name)]) == 1
-    said = r"gptqkit: error: --plot is .*; give a file that ends in \.svg, in a folder that exists\n"
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["compare", "nowhere", "--dataset", "nothing.txt", "--plot", str(tmp_path / name)])
+    assert stopped.value.code == 2
+    helps = r"end it in \.svg|give a file, in a folder that exists"
+    said = rf"gptqkit compare: usage error: argument --plot: .*; ({helps})\n.*\n"
     assert re.fullmatch(said, capsys.readouterr().err)
 
 
@@ -145,6 +148,7 @@ def test_the_table_and_json_have_what_evaluate_and_inspect_say(
     output = capsys.readouterr()
     answer = json.loads(output.out)
     assert re.findall(r"^evaluate (\w+): 2 of 2", output.err, re.MULTILINE) == ["b4", "b2"]
+    assert output.err.endswith(f"written to {picture}\n")
     assert loaded == [(example_model,)]
     how = gptqkit.Evaluation(sequence_length=64, max_windows=2, device="cpu")
     for folder, row in zip(folders, answer["checkpoints"], strict=True):

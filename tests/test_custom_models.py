@@ -303,6 +303,8 @@ def test_code_of_a_model_runs_only_where_it_is_trusted(tmp_path):
         quantize(model, tmp_path / "out")
     with pytest.raises(ArchitectureError, match="--trust-remote-code"):
         gptqkit.recommend(model, "1GB", "gptqkit")
+    with pytest.raises(ArchitectureError, match="OwnForCausalLM cannot be rotated; that is known of"):
+        gptqkit.rotate(model, tmp_path / "out")  # which has no such option
     assert not (tmp_path / "ran").exists()
     trusting = {"trust_remote_code": True}
     assert " --trust-remote-code " in gptqkit.recommend(model, "1GB", "gptqkit", **trusting)[0].command

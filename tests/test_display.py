@@ -195,9 +195,16 @@ REPORT = gptqkit.QuantizationReport(
     modules=[PLAIN],
 )
 
+CHECKPOINT = types.SimpleNamespace(bits={4: 1}, bits_per_weight=4.5, packed_bytes=1024, other_bytes=512)
+
 
 def test_a_summary_says_what_happened_and_nothing_else():
-    assert quantization_summary(REPORT) == "modules   1\nseconds   12.5"
+    assert [re.split("   +", line) for line in quantization_summary(REPORT, CHECKPOINT).splitlines()] == [
+        ["modules", "1"],
+        ["bits per weight", "4.5"],
+        ["size", "1.50 KiB"],
+        ["seconds", "12.5"],
+    ]
     good = dataclasses.replace(PLAIN, name="good", error=0.02, rounding_error=0.03, damp_escalations=1)
     bad = dataclasses.replace(PLAIN, name="bad", error=0.05, rounding_error=0.04, worse_than_rounding=True)
     bad = dataclasses.replace(bad, tokens=3, prior_tokens=61, dead_columns=2)
@@ -209,9 +216,13 @@ def test_a_summary_says_what_happened_and_nothing_else():
         "excluded_samples": 1,
     }
     row = {"dataset": "book.txt", "perplexity": 12.3456789}
-    shown = quantization_summary(dataclasses.replace(REPORT, **happened, perplexity=[row]))
+    several = types.SimpleNamespace(**{**vars(CHECKPOINT), "bits": {3: 2, 4: 1}})
+    shown = quantization_summary(dataclasses.replace(REPORT, **happened, perplexity=[row]), several)
     assert [re.split("   +", line) for line in shown.splitlines()] == [
         ["modules", "3"],
+        ["widths", "3 bits (2), 4 bits (1)"],
+        ["bits per weight", "4.5"],
+        ["size", "1.50 KiB"],
         ["seconds", "12.5"],
         ["mean error", "0.04"],
         ["mean error of rounding", "0.036667"],
@@ -230,7 +241,7 @@ def test_a_summary_says_what_happened_and_nothing_else():
 def test_of_many_names_a_few_are_shown():
     bad = [dataclasses.replace(PLAIN, name=f"m{number}", worse_than_rounding=True) for number in range(300)]
     shown = quantization_summary(
-        dataclasses.replace(REPORT, modules=bad, left_in_float={row.name: "does not fit" for row in bad})
+        dataclasses.replace(REPORT, modules=bad, left_in_float={row.name: "does not fit" for row in bad}), CHECKPOINT
     )
     assert shown.count("300 of them: m0, m1, m2, m3, ...") == 1
     assert max(map(len, shown.splitlines())) < 120

@@ -109,7 +109,9 @@ def test_a_finished_checkpoint_is_uploaded_and_nothing_else(endpoint, tmp_path, 
         (out / name).write_text("secret")
     endpoint.broken = False
     assert cli.main([*command, "--resume"]) == 0
-    assert capsys.readouterr().out.endswith(f"written to {out} and uploaded to {endpoint.url}/me/small\n")
+    assert capsys.readouterr().out.endswith(
+        f"left as it was finished before: {out} and uploaded to {endpoint.url}/me/small\n"
+    )
     assert endpoint.repositories["me/small"] == {**files, "notes.txt": b"of an earlier upload"}
     assert endpoint.wishes["me/small"].get("visibility") == ("private" if private else None)
     endpoint.repositories["me/small"].clear()
@@ -252,3 +254,14 @@ def test_a_leading_tilde_is_the_home_folder_wherever_a_path_may_stand(kind, exam
     found = {path.name for path in home.iterdir()}
     assert found == {"float", "text.txt", "out", "converted", "imatrix.gguf", "rotated", "page.html"}
     assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_empty_name_is_not_the_current_folder(call, example_model, monkeypatch):
+    monkeypatch.chdir(example_model)
+    with pytest.raises(ConfigError, match=r"a path or id is empty; give one, or '\.' for the current folder"):
+        call("")
+    with pytest.raises(ConfigError, match="is empty"):
+        gptqkit.quantize(example_model, None, "", SETTINGS)
+    with pytest.raises(ConfigError, match="is empty"):
+        gptqkit.evaluate(example_model, "")

@@ -211,7 +211,7 @@ def test_a_block_that_cannot_learn_for_want_of_memory_keeps_what_was_solved(tmp_
     report = quantize(model, tmp_path / "out", samples(16), **settings).report
     assert not report.blocks
     assert caplog.text.count("does not fit into memory with what learning needs") == 2
-    assert "not learned, for want of memory" in quantization_summary(report)
+    assert "not learned, for want of memory" in quantization_summary(report, gptqkit.inspect(tmp_path / "out"))
     before, after = weights(tmp_path / "plain"), weights(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name].dequantize(), after[name].dequantize()) for name in before)

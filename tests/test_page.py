@@ -101,13 +101,17 @@ def cells(page):
 
 
 @pytest.mark.parametrize("option", ["--html", "--svg"])
-@pytest.mark.parametrize("name", ["missing/file", "."])
+@pytest.mark.parametrize("name", ["missing/file.svg", "folder.svg"])
 def test_what_cannot_be_written_is_refused_before_anything_is(option, name, draw, tmp_path, capsys):
     assert draw(small_report())[0] == 0
     (tmp_path / "quantization_report.html").unlink()
+    (tmp_path / "folder.svg").mkdir()
     before = sorted(tmp_path.iterdir())
-    assert cli.main(["report", str(tmp_path), option, str(tmp_path / name)]) == 1
-    assert f"error: {option} is {tmp_path / name}; give a file, in a folder that exists\n" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["report", str(tmp_path), option, str(tmp_path / name)])
+    assert stopped.value.code == 2
+    said = f"{option}: {tmp_path / name} cannot be written; give a file, in a folder that exists\n"
+    assert said in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -251,12 +255,23 @@ def test_a_link_that_came_with_a_checkpoint_is_replaced_and_not_followed(draw, t
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("words", [["--html", "q", "--svg", "./q"], ["--svg", "quantization_report.html"]])
-def test_page_and_picture_are_two_files(draw, tmp_path, monkeypatch, capsys, words):
+def test_a_picture_is_called_what_it_is(draw, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    draw(small_report())
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["report", str(tmp_path), "--svg", "map.png"])
+    assert stopped.value.code == 2
+    assert "--svg: 'map.png' is no name of an SVG, which is what is drawn; end it in .svg" in capsys.readouterr().err
+    assert not (tmp_path / "map.png").exists()
+
+
+def test_page_and_picture_are_two_files(draw, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     draw(small_report())
     before = contents(tmp_path)
-    assert cli.main(["report", str(tmp_path), *words]) == 1
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["report", str(tmp_path), "--html", "q.svg", "--svg", "./q.svg"])
+    assert stopped.value.code == 2
     assert "cannot be both page and picture; give --svg another file" in capsys.readouterr().err
     assert contents(tmp_path) == before
 

@@ -50,7 +50,7 @@ from .page import report_svg
 from .pipeline import Pipeline
 from .progress import ProgressCallback, silent
 from .quantizer.config import QuantizeConfig
-from .quantizer.methods import find_method, needs_calibration
+from .quantizer.methods import needs_calibration
 from .report import QuantizationReport
 from .run import PLACES, Run
 from .sensitivity import with_chosen_before, with_chosen_bits
@@ -68,11 +68,13 @@ class QuantizeResult:
         report: Settings, and per module the error, the error of plain rounding, damping and time.
         path: The checkpoint.
         url: Where on the Hub it is; None where it was not uploaded.
+        was_finished: Whether the job, resumed, was finished before: then nothing was done, but to upload it if asked.
     """
 
     report: QuantizationReport
     path: Path
     url: str | None = None
+    was_finished: bool = False
 
 
 @in_plain_modes
@@ -130,7 +132,7 @@ def quantize(
             asked = _asked(calibration)
             done = _finished(out, config, source, asked, run, evaluate_on) if processes.rank == 0 else None
         if (done := processes.gather(done)[0]) is not None:
-            return QuantizeResult(done, out, _pushed(out, run, processes))
+            return QuantizeResult(done, out, _pushed(out, run, processes), was_finished=True)
         with processes.together():
             if not (run.resume and work_path(out).exists()):
                 check_target(out, overwrite=run.overwrite)
@@ -207,18 +209,18 @@ def _pushed(out: Path, run: Run, processes: Processes) -> str | None:
 
 
 def _calibration(given: Any, config: QuantizeConfig) -> Calibration | None:
-    if given is None and needs_calibration(config):
-        settings = ("target_bits", "target_size", "learn_iterations", "tune_epochs")
-        who = next((name for name in settings if getattr(config, name)), "")
-        if find_method(config.method).needs:
-            who = f"method {config.method!r}"
+    if given is None and (who := needs_calibration(config)):
         raise CalibrationError(f"{who} needs calibration text; give some (only method 'rtn' by itself does without)")
     return None if given is None else calibration_of(given)
 
 
 def _asked(calibration: Calibration | None) -> dict[str, Any]:
-    """Return plain values that tell one calibration from another, as far as can be told without reading its text."""
-    return {} if calibration is None else {**vars(calibration), "source": public_name(calibration.source)}
+    """Return the settings that are no defaults, and the source by name: what is known without reading its text."""
+    if calibration is None:
+        return {}
+    usual = vars(Calibration(None))
+    given = {name: value for name, value in vars(calibration).items() if value != usual[name] or name == "source"}
+    return {**given, "source": public_name(calibration.source)}
 
 
 @contextmanager
@@ -230,8 +232,8 @@ def explained_memory() -> Iterator[None]:
         if isinstance(error, GptqkitError) or not out_of_memory(error):  # another process says so itself
             raise
         raise DoesNotFitError(
-            f"out of memory ({str(error).splitlines()[0]}); use --activations disk (activations='disk'), --batch-size "
-            "1, --quality fast, or fewer or shorter samples"
+            f"out of memory ({str(error).splitlines()[0]}); use --activations disk (activations='disk') or "
+            "--batch-size 1, also to resume; or, anew, --quality fast, or fewer or shorter samples"
         ) from error
 
 
@@ -251,16 +253,25 @@ def _finished(
 
     It is not measured any more: where it was not on `text`, a warning says so.
     """
-    if run.overwrite or not run.resume:
+    if not run.resume:
         return None
     remove_ended(out)
     if work_path(out).exists() or not (out / REPORT).exists():
         return None
-    report = QuantizationReport.from_dict(read_json(out / REPORT))
+    try:
+        report = QuantizationReport.from_dict(read_json(out / REPORT))
+    except CheckpointError:
+        if run.overwrite:
+            return None
+        raise
     if config.chooses_bits:
         config = with_chosen_before(config, report.config)
-    before = {"model": report.digests, "calibration": report.calibration, "config": report.config.to_dict()}
-    different = differences(before, {"model": source.identity(), "calibration": asked, "config": config.to_dict()})
+    usual = vars(Calibration(None))
+    before = {"model": report.digests, "calibration": usual | report.calibration, "config": report.config.to_dict()}
+    now = {"model": source.identity(), "calibration": usual | dict(asked), "config": config.to_dict()}
+    different = differences(before, now)
+    if different and run.overwrite:
+        return None
     if different:
         raise OutputExistsError(
             f"{out} holds the finished result of another job: {some(different)}; choose another directory, or "

@@ -21,8 +21,8 @@ from .calibration.config import Calibration
 from .errors import AbandonedError, GptqkitError
 from .evaluation.config import Evaluation
 from .export.formats import FORMATS, READERS
-from .options import Parser, add_fields, add_settings, path, size
-from .run import Run
+from .options import Once, Parser, add_fields, add_settings, name, new_file, path, picture, positive, seed, size
+from .run import PLACES, Run
 from .version import __version__
 
 EXIT_CODES = """\
@@ -50,11 +50,18 @@ REFERENCE = "float model to compare with, by KL divergence and top-1 agreement, 
 UPLOAD = ("push_to_hub", "private")
 
 SHARED: dict[str, dict[str, Any]] = {
-    "model": {"metavar": "MODEL", "help": "folder of a transformers model, or its id on the Hub"},
-    "checkpoint": {"metavar": "CHECKPOINT", "help": QUANTIZED},
-    "--dataset": {"metavar": "SOURCE", "required": True, "help": f"text to measure on: {SOURCES}"},
+    "model": {"metavar": "MODEL", "type": name, "help": "folder of a transformers model, or its id on the Hub"},
+    "checkpoint": {"metavar": "CHECKPOINT", "type": name, "help": QUANTIZED},
+    "--dataset": {
+        "metavar": "SOURCE",
+        "type": name,
+        "action": Once,
+        "required": True,
+        "help": f"text to measure on: {SOURCES}",
+    },
     "--tokenizer": {
         "metavar": "TOKENIZER",
+        "type": name,
         "help": "folder of a tokenizer, or its id on the Hub (default: that of the model)",
     },
     "--revision": {"metavar": "NAME", "help": "branch, tag or commit of a model on the Hub"},
@@ -77,19 +84,21 @@ def parser() -> argparse.ArgumentParser:
 
     quantize = _add_command(parsers, commands.quantize, "model", "--tokenizer")
     quantize.add_argument("out", metavar="OUT", type=path, help=NEW)
-    quantize.add_argument("--calibration", action="append", metavar="SOURCE", help=CALIBRATION)
-    quantize.add_argument(
-        "--evaluate-on", metavar="SOURCE", help="also measure the checkpoint's perplexity on this text"
-    )
+    text: dict[str, Any] = {"metavar": "SOURCE", "type": name}
+    quantize.add_argument("--calibration", action="append", help=CALIBRATION, **text)
+    measured = "also measure the checkpoint's perplexity on this text"
+    quantize.add_argument("--evaluate-on", action=Once, help=measured, **text)
     add_settings(quantize)
 
     imatrix = _add_command(parsers, commands.imatrix, "model", "--tokenizer")
     imatrix.add_argument("out", metavar="OUT", type=path, help="GGUF file to write")
     how = f"text that the model reads: {SOURCES}. May be repeated for several files"
-    imatrix.add_argument("--calibration", action="append", metavar="SOURCE", required=True, help=how)
+    imatrix.add_argument("--calibration", action="append", required=True, help=how, **text)
     add_fields(imatrix.add_argument_group("calibration"), Calibration)
     of_run = imatrix.add_argument_group("run")
-    add_fields(of_run, Run, ("overwrite", "resume", "strict", "shard_size", *UPLOAD))
+    add_fields(of_run, Run, ("activations", "overwrite", "resume", "strict", "shard_size", *UPLOAD))
+    hidden = "where to keep hidden states between blocks: on the GPU (device), in RAM (memory, and auto) or on disk"
+    of_run.add_argument("--activations", choices=PLACES, default=argparse.SUPPRESS, help=hidden)
     of_run.add_argument(
         "--overwrite", action="store_true", default=argparse.SUPPRESS, help="replace OUT if it is a GGUF file"
     )
@@ -100,17 +109,18 @@ def parser() -> argparse.ArgumentParser:
 
     rotate = _add_command(parsers, commands.rotate, "model", "--revision")
     rotate.add_argument("out", metavar="OUT", type=path, help="folder to write, new or empty")
-    rotate.add_argument("--seed", metavar="N", type=int, default=0, help="of the rotation (default: 0)")
+    rotate.add_argument("--seed", metavar="N", type=seed, default=0, help="of the rotation (default: 0)")
 
     evaluate = _add_command(parsers, commands.evaluate, "--dataset", "--tokenizer", "--json")
-    evaluate.add_argument("model", metavar="MODEL", help="folder of a model, quantized or not, or its id on the Hub")
-    evaluate.add_argument("--reference", metavar="MODEL", help=REFERENCE)
+    model: dict[str, Any] = {"metavar": "MODEL", "type": name}
+    evaluate.add_argument("model", help="folder of a model, quantized or not, or its id on the Hub", **model)
+    evaluate.add_argument("--reference", help=REFERENCE, **model)
     add_fields(evaluate, Evaluation)
 
     compare = _add_command(parsers, commands.compare, "--dataset", "--json")
-    compare.add_argument("checkpoints", metavar="CHECKPOINT", nargs="+", help=f"{QUANTIZED}; several")
-    compare.add_argument("--reference", metavar="MODEL", help="the float model to compare them with; it is loaded once")
-    compare.add_argument("--plot", metavar="FILE.svg", type=path, help="draw size against divergence or perplexity")
+    compare.add_argument("checkpoints", metavar="CHECKPOINT", type=name, nargs="+", help=f"{QUANTIZED}; several")
+    compare.add_argument("--reference", help="the float model to compare them with; it is loaded once", **model)
+    compare.add_argument("--plot", metavar="FILE.svg", type=picture, help="draw size against divergence or perplexity")
     add_fields(compare, Evaluation)
 
     _add_readers(parsers)
@@ -125,7 +135,7 @@ def _add_readers(parsers: Any) -> None:
         "--for", dest="reader", type=str.lower, choices=_READERS, required=True, help="the program that is to load it"
     )
     tokens = "tokens whose keys and values must fit, too (default: what the model takes, up to 4096)"
-    advise.add_argument("--context", metavar="N", type=int, help=tokens)
+    advise.add_argument("--context", metavar="N", type=positive, help=tokens)
     advise.add_argument(
         "--trust-remote-code", action="store_true", help="run the Python code that comes with the model"
     )
@@ -135,25 +145,27 @@ def _add_readers(parsers: Any) -> None:
     report.add_argument(
         "--html",
         metavar="FILE",
-        type=path,
+        type=new_file,
         help="page to write or replace (default: quantization_report.html in OUT); it needs no network and no script",
     )
-    report.add_argument(
-        "--svg", metavar="FILE", type=path, help="also write the heat map of errors as an image, for a model card"
-    )
+    report.add_argument("--svg", metavar="FILE.svg", type=picture, help="also write the heat map of errors as an image")
 
     look = _add_command(parsers, commands.inspect, "checkpoint", "--revision", "--json")
-    one = "say of one program whether it loads the checkpoint, what is in the way, and what it costs; 1 if it does not"
+    one = (
+        "tell of one program whether it loads the checkpoint, what is in the way, and what loading costs; the exit "
+        "code is 1 if it does not. What is told of transformers is without gptqkit: after 'import gptqkit' it loads "
+        "all formats but GGUF as gptqkit does"
+    )
     look.add_argument("--for", dest="reader", type=str.lower, choices=_READERS, help=one)
     gpus = "GPUs between which vLLM or SGLang is to share every layer (default: 1)"
-    look.add_argument("--tensor-parallel", metavar="N", type=int, default=1, help=gpus)
+    look.add_argument("--tensor-parallel", metavar="N", type=positive, default=1, help=gpus)
 
     diff = _add_command(parsers, commands.diff, "--json")
-    diff.add_argument("first", metavar="A", help=QUANTIZED)
-    diff.add_argument("second", metavar="B", help=QUANTIZED)
+    diff.add_argument("first", metavar="A", type=name, help=QUANTIZED)
+    diff.add_argument("second", metavar="B", type=name, help=QUANTIZED)
 
     convert = _add_command(parsers, commands.convert, "--revision")
-    convert.add_argument("source", metavar="IN", help=QUANTIZED)
+    convert.add_argument("source", metavar="IN", type=name, help=QUANTIZED)
     convert.add_argument("target", metavar="OUT", type=path, help=NEW)
     convert.add_argument("--format", choices=list(FORMATS), required=True, help="format of OUT")
     convert.add_argument("--overwrite", action="store_true", help="replace OUT if it is a quantized checkpoint")
@@ -182,8 +194,8 @@ def _add_command(parsers: Any, work: Callable[[argparse.Namespace], None], *shar
     )
     command.set_defaults(work=work)
     command.add_argument("--verbose", action="store_true", help="log more, and show where an error comes from")
-    for name in shared:
-        command.add_argument(name, **SHARED[name])
+    for argument in shared:
+        command.add_argument(argument, **SHARED[argument])
     return command
 
 

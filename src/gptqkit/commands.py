@@ -27,16 +27,19 @@ from .display import (
     reader_advice,
     recommendation_table,
 )
-from .errors import CheckpointError, ConfigError
+from .errors import CheckpointError
 from .evaluation.config import Evaluation
 from .hub import at_home
-from .options import config_from_options, from_options
+from .options import config_from_options, from_options, refuse
+from .quantizer.methods import needs_calibration
 from .run import Run
 
 
 def quantize(arguments: argparse.Namespace) -> None:
     """Quantize a model and write a checkpoint."""
     config, run, calibration = config_from_options(arguments), from_options(arguments, Run), _calibration(arguments)
+    if calibration is None and (why := needs_calibration(config)):
+        refuse(arguments, f"{why} needs text to calibrate on; give --calibration, or --method rtn, which needs none")
     _quieten_libraries(arguments.verbose)
     speaks = launched_rank() == 0
     if not speaks:
@@ -46,15 +49,16 @@ def quantize(arguments: argparse.Namespace) -> None:
         how["tokenizer"] = arguments.tokenizer
         result = gptqkit.quantize(arguments.model, calibration, arguments.out, config, **how)
     if speaks:
-        print(quantization_summary(result.report))
-        print(f"written to {arguments.out}" + (f" and uploaded to {result.url}" if result.url else ""))
+        print(quantization_summary(result.report, gptqkit.inspect(result.path)))
+        done = "left as it was finished before:" if result.was_finished else "written to"
+        print(f"{done} {arguments.out}" + (f" and uploaded to {result.url}" if result.url else ""))
 
 
 def _calibration(arguments: argparse.Namespace) -> Calibration | None:
-    if arguments.calibration is None:
-        return None
-    first, *more = arguments.calibration
-    return from_options(arguments, Calibration, source=[Path(value) for value in (first, *more)] if more else first)
+    first, *more = arguments.calibration or [None]
+    source = [Path(value) for value in (first, *more)] if more else first
+    calibration = from_options(arguments, Calibration, source=source)
+    return None if source is None else calibration
 
 
 def imatrix(arguments: argparse.Namespace) -> None:
@@ -110,8 +114,6 @@ def evaluate(arguments: argparse.Namespace) -> None:
 def compare(arguments: argparse.Namespace) -> None:
     """Measure several checkpoints of one model, and show them side by side."""
     config, reference, plot = from_options(arguments, Evaluation), arguments.reference, arguments.plot
-    if plot and (plot.suffix != ".svg" or plot.is_dir() or not plot.parent.is_dir()):
-        raise ConfigError(f"--plot is {plot}; give a file that ends in .svg, in a folder that exists")
     _quieten_libraries(arguments.verbose)
     with closing(ProgressDisplay()) as progress:
         found = gptqkit.compare(
@@ -127,16 +129,14 @@ def compare(arguments: argparse.Namespace) -> None:
         incomplete = plot.with_name(f".{plot.name}.gptqkit-incomplete")
         incomplete.write_text(gptqkit.comparison_svg(found), encoding="utf-8")
         incomplete.replace(plot)
+        print(f"written to {plot}", file=sys.stderr if arguments.json else sys.stdout)
 
 
 def report(arguments: argparse.Namespace) -> None:
     """Draw a checkpoint's quantization report as a page for a browser."""
     file = arguments.html or arguments.checkpoint / "quantization_report.html"
     if arguments.svg is not None and arguments.svg.resolve() == file.resolve():
-        raise ConfigError(f"{file} cannot be both page and picture; give --svg another file")
-    for option, given in (("--html", arguments.html), ("--svg", arguments.svg)):
-        if given is not None and (given.is_dir() or not given.parent.is_dir()):
-            raise ConfigError(f"{option} is {given}; give a file, in a folder that exists")
+        refuse(arguments, f"{file} cannot be both page and picture; give --svg another file")
     page = gptqkit.report_html(arguments.checkpoint)
     if arguments.html is None:
         file.unlink(missing_ok=True)  # a link that came with a downloaded checkpoint is not followed

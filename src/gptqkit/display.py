@@ -11,14 +11,23 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from .progress import Progress
 from .report import QuantizationReport
-from .units import size_text
+from .units import counted, size_text
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+    from .export.inspect import CheckpointSummary
+
 _EXAMPLE = """\
-KL divergence from the float model, and perplexity over its own, are the example model's (6 million parameters,
-WikiText-2, --quality balanced), not this one's: gptqkit compare shows those. Activations come on top of the total."""
+KL divergence from the float model, and perplexity over its own (the ratio), are the example model's (6 million
+parameters, WikiText-2, --quality balanced), not this one's: gptqkit compare shows those. Activations come on top of the
+total."""
+
+_DIFFERENCES = {
+    "codes": "share of them that differ",
+    "scales": "share of them that differ",
+    "distance": "||A - B|| / ||A|| of the weights",
+}
 
 
 class ProgressDisplay:
@@ -131,9 +140,9 @@ def key_values(values: Mapping[str, Any]) -> str:
     return "\n".join(f"{label:{width}}{text}".rstrip() for label, text in lines)
 
 
-def quantization_summary(report: QuantizationReport) -> str:
-    """Return what a quantization report says, in a few lines."""
-    modules = report.modules
+def quantization_summary(report: QuantizationReport, checkpoint: CheckpointSummary) -> str:
+    """Return what a quantization report says, and what `inspect` says of the checkpoint's size, in a few lines."""
+    modules, widths = report.modules, checkpoint.bits
     errors = {module.name: module.error for module in modules if module.error is not None}
     rounding = [module.rounding_error for module in modules if module.rounding_error is not None]
     worst = max(errors, key=lambda name: errors[name], default="")
@@ -148,6 +157,9 @@ def quantization_summary(report: QuantizationReport) -> str:
     unfit = [f"{count} ({why})" for why, count in Counter(report.left_in_float.values()).most_common(4)]
     summary = {
         "modules": len(modules),
+        "widths": ", ".join(f"{bits} bits ({count})" for bits, count in widths.items()) if len(widths) > 1 else None,
+        "bits per weight": checkpoint.bits_per_weight,
+        "size": size_text(checkpoint.packed_bytes + checkpoint.other_bytes),
         "seconds": report.seconds or None,  # of a job that was finished before nothing is known
         "mean error": sum(errors.values()) / len(errors) if errors else None,
         "mean error of rounding": sum(rounding) / len(rounding) if rounding else None,
@@ -184,7 +196,7 @@ def checkpoint_summary(summary: Mapping[str, Any]) -> str:
     shown = dict(summary)
     for key in ("bits", "group_sizes"):
         kinds = {"per row" if value == -1 else value: layers for value, layers in summary[key].items()}
-        shown[key] = ", ".join(f"{kind} ({layers} layers)" for kind, layers in kinds.items())
+        shown[key] = ", ".join(f"{kind} ({counted(layers, 'layer')})" for kind, layers in kinds.items())
     shown["float_modules"] = _names(summary.get("float_modules") or ())
     shown["readers"] = {each["name"]: "; ".join(each["reasons"]) for each in summary["readers"]}
     shown["readers"] = {name: f"no: {reasons}" if reasons else "yes" for name, reasons in shown["readers"].items()}
@@ -208,15 +220,15 @@ def reader_advice(reader: Mapping[str, Any]) -> str:
 def recommendation_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return choices (`Choice.to_dict()`), the best first, as a table, with the command of the best.
 
-    >>> row = {"type": "Q4_0", "bits": 4, "group_size": 32, "bits_per_weight": 4.5, "perplexity": 1.0054}
+    >>> row = {"type": "Q4_0", "bits": 4, "group_size": 32, "bits_per_weight": 4.5, "perplexity_ratio": 1.0054}
     >>> row |= {"checkpoint_bytes": 2048, "cache_bytes": 10, "total_bytes": 2058, "warnings": [], "command": "gptqkit"}
     >>> print(recommendation_table([row]).splitlines()[1])
-    Q4_0      4           32               4.5     2.00 KiB    10 B   2.01 KiB               -       1.0054
+    Q4_0      4           32               4.5     2.00 KiB    10 B   2.01 KiB               -             1.0054
     """
     sizes = ["checkpoint", "cache", "total"]
     shown = [{**row, **{key: size_text(row[f"{key}_bytes"]) for key in sizes}} for row in rows]
     own = ["type", "bits", "group_size"] if rows[0]["type"] else ["format", "bits", "group_size", "sym"]
-    table = _table(shown, [*own, "bits_per_weight", *sizes, "kl_divergence", "perplexity"])
+    table = _table(shown, [*own, "bits_per_weight", *sizes, "kl_divergence", "perplexity_ratio"])
     notes = [f"  mind that the program {warning}" for warning in rows[0]["warnings"]]
     return "\n".join([table, "", _EXAMPLE, "", "the best of these:", f"  {rows[0]['command']}", *notes])
 
@@ -260,16 +272,26 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def difference_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the layers that differ (`LayerDifference.to_dict()`) as a table.
+    """Return the layers that differ (`LayerDifference.to_dict()`) as a table, and what its columns mean.
 
     >>> print(difference_table([{"name": "lm_head", "first": "float16 (8, 8)", "second": None}]))
     name               first   second
     lm_head   float16 (8, 8)        -
+    >>> row = {"name": "lm_head", "first": "4 bits", "second": "4 bits", "codes": 0.125, "distance": 0.02}
+    >>> print(difference_table([row]))
+    name       first   second   codes   distance
+    lm_head   4 bits   4 bits   0.125       0.02
+    <BLANKLINE>
+    codes: share of them that differ
+    distance: ||A - B|| / ||A|| of the weights
     >>> print(difference_table([]))
     nothing differs
     """
     optional = [key for key in ("codes", "scales", "distance") if any(row.get(key) is not None for row in rows)]
-    return _table(rows, ["name", "first", "second", *optional]) if rows else "nothing differs"
+    if not rows:
+        return "nothing differs"
+    notes = [f"{key}: {_DIFFERENCES[key]}" for key in optional]
+    return "\n".join([_table(rows, ["name", "first", "second", *optional]), *([""] if notes else []), *notes])
 
 
 def _table(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> str:

@@ -8,19 +8,20 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from .architecture import read_config
 from .calibration.halves import has_two_stacks
 from .calibration.samples import load_documents, load_text
 from .calibration.sources import open_source
-from .errors import CheckpointError, ConfigError
+from .errors import CalibrationError, CheckpointError, ConfigError
 from .evaluation.config import Evaluation
 from .evaluation.embeddings import EmbeddingScores, Pooling, compare_embeddings
 from .evaluation.perplexity import Scores, score
 from .export.scaled import says_quantized
 from .export.shards import read_json
 from .hub import fetch
-from .loading import load, load_float, open_tokenizer
+from .loading import has_tokenizer, load, load_float, open_tokenizer
 from .modes import in_plain_modes
 from .progress import ProgressCallback, silent
 from .settings import settings_of
@@ -82,7 +83,13 @@ def evaluate(
         ArchitectureError: A model that transformers does not know, or one without the hidden states that are asked for.
     """
     config = settings_of(Evaluation, config or {})
-    check_named(dataset, config)
+    text = check_named(dataset, config)
+    tokenizer = open_tokenizer(tokenizer, trust_remote_code=config.trust_remote_code)
+    if isinstance(model, (str, Path)):
+        model = fetch(model, config.revision, gguf=True)
+        check_model(model, config, tokenized=text and tokenizer is None)
+    if isinstance(reference, (str, Path)):
+        reference = fetch(reference)
     return measure(model, dataset, config, reference=reference, tokenizer=tokenizer, progress=progress)
 
 
@@ -96,24 +103,15 @@ def measure(
     pooled: Path | None = None,
     progress: ProgressCallback,
 ) -> Scores | EmbeddingScores:
-    """Do the work of `evaluate`; `pooled` is the folder of a reference that is loaded already."""
-    if isinstance(model, (str, Path)):
-        model = fetch(model, config.revision, gguf=True)
-    if isinstance(reference, (str, Path)):
-        reference = fetch(reference)
+    """Do the work of `evaluate` on what is fetched and checked; `pooled` is the folder of a loaded reference."""
     folders = [each for each in (model, reference, pooled) if isinstance(each, Path)]
     folder = model if isinstance(model, Path) else None
     model, own = _open(model, config, config.backend)
-    tokenizer = own if tokenizer is None else open_tokenizer(tokenizer, trust_remote_code=config.trust_remote_code)
+    tokenizer = own if tokenizer is None else tokenizer
     check_text_to_text(model)
     encoder = is_encoder(model, folder)
-    if encoder and reference is None:
-        raise ConfigError(
-            f"{type(model).__name__} is an encoder, which has no perplexity: what is measured is how well it keeps the "
-            "embeddings of the float model; give that as the reference"
-        )
-    if encoder and config.stride is not None:
-        raise ConfigError(f"stride is {config.stride}, but an encoder's texts are measured one by one; leave it out")
+    if encoder:
+        _check_encoder(model, reference, config)
     models = [model]
     if reference is not None:
         reference, _ = _open(reference, config, "auto")
@@ -148,10 +146,36 @@ def measure(
     return scores if choice is None else dataclasses.replace(scores, backend=choice.name)
 
 
-def check_named(dataset: Any, config: Evaluation) -> None:
-    """Refuse the name of a text that is not there, before any model is opened."""
-    if isinstance(dataset, (str, Path)):
-        open_source(dataset, column=config.column, split=config.split, evaluation=True)
+def _check_encoder(model: Any, reference: Any, config: Evaluation) -> None:
+    if reference is None:
+        raise ConfigError(
+            f"{type(model).__name__} is an encoder, which has no perplexity: what is measured is how well it keeps the "
+            "embeddings of the float model; give that as the reference"
+        )
+    if config.stride is not None:
+        raise ConfigError(f"stride is {config.stride}, but an encoder's texts are measured one by one; leave it out")
+
+
+def check_named(dataset: Any, config: Evaluation) -> bool:
+    """Refuse the name of a text that cannot be read, before any model is opened; return whether it is one to tokenize.
+
+    Nothing is known of what has no name, which may be a generator.
+    """
+    if not isinstance(dataset, (str, Path)):
+        return False
+    first = next(open_source(dataset, column=config.column, split=config.split, evaluation=True).items, None)
+    return first is not None and not isinstance(first, Tensor)
+
+
+def check_model(folder: Path, config: Evaluation, *, tokenized: bool) -> None:
+    """Refuse a model that lacks a tokenizer for text to be `tokenized`, or positions, before its weights are read."""
+    if tokenized and not has_tokenizer(folder):
+        raise CalibrationError(f"{folder} has no tokenizer, which text needs; give one (tokenizer, --tokenizer)")
+    if config.sequence_length is None or folder.is_file():
+        return
+    described = read_config(folder, trust_remote_code=config.trust_remote_code)
+    if not described.is_encoder_decoder:
+        _check_positions(config.sequence_length, _described_positions(described))
 
 
 def is_encoder(model: Any, folder: Path | None = None) -> bool:
@@ -213,9 +237,7 @@ def default_length(model: Any) -> int:
 
 def _positions(model: Any) -> int | None:
     """Return how many tokens fit; where position embeddings have a row for padding, they begin behind it (RoBERTa)."""
-    config = model.config.get_text_config()
-    names = ("max_position_embeddings", "max_decoder_position_embeddings")  # LED has the second
-    positions: int | None = next((getattr(config, name) for name in names if hasattr(config, name)), None)
+    positions = _described_positions(model.config)
     if positions is not None and has_two_stacks(model):
         return 2 * (positions - 1)  # the decoder's half has one more token
     for name, module in model.named_modules():
@@ -223,14 +245,24 @@ def _positions(model: Any) -> int | None:
             continue
         if module.num_embeddings == positions and module.padding_idx is not None:
             return positions - module.padding_idx - 1
+    return positions
+
+
+def _described_positions(config: Any) -> int | None:
+    """Return how many tokens fit by what a config says."""
+    config = config.get_text_config()
+    names = ("max_position_embeddings", "max_decoder_position_embeddings")  # LED has the second
+    positions: int | None = next((getattr(config, name) for name in names if hasattr(config, name)), None)
     return None if positions == -1 else positions  # XLNet's, which takes any number
 
 
 def check_length(model: Any, sequence_length: int) -> None:
     """Raise ConfigError where windows of `sequence_length` tokens have more positions than `model` has."""
-    positions = _positions(model)
+    _check_positions(sequence_length, _positions(model), " in its two stacks" if has_two_stacks(model) else "")
+
+
+def _check_positions(sequence_length: int, positions: int | None, both: str = "") -> None:
     if positions is not None and sequence_length > positions:
-        both = " in its two stacks" if has_two_stacks(model) else ""
         raise ConfigError(
             f"sequence_length is {sequence_length}, but the model has {positions} positions{both}; give at most that "
             "many"

@@ -167,10 +167,12 @@ def at_home(name: Path | str) -> Path | str:
     """Return a path whose leading ~ stands for a home folder with that in its place; another name as it is.
 
     Raises:
-        ConfigError: Neither a text nor a path.
+        ConfigError: Neither a text nor a path, or an empty text.
     """
     if not isinstance(name, (str, os.PathLike)):
         raise ConfigError(f"a path or id is needed, not a {type(name).__name__}; give a text or a pathlib.Path")
+    if name == "":  # which would be the current folder
+        raise ConfigError("a path or id is empty; give one, or '.' for the current folder")
     return Path(os.path.expanduser(name)) if str(name).startswith("~") else name
 
 

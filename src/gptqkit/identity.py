@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,11 +18,18 @@ from .model import FloatModel
 from .quantizer.config import QuantizeConfig
 from .version import __version__
 
+_DIGEST = re.compile("[0-9a-f]{64}")
+_CONTENTS = {"calibration.tokens": "the calibration text, or the tokenizer, gives other tokens"}
+"""What it means where a digest differs, if not that a file of the model has other contents."""
+
 
 def identity_of(
     model: FloatModel, config: QuantizeConfig, samples: Samples | None, batch_size: int | None, device: torch.device
 ) -> dict[str, Any]:
-    """Return all that decides the result of a job, as plain values for JSON."""
+    """Return all that decides the result of a job, as plain values for JSON.
+
+    Batches decide last digits only, but all processes must take the same.
+    """
     calibration: dict[str, Any] = {}
     if samples is not None:
         digest = hashlib.sha256(samples.input_ids.numpy().tobytes())
@@ -63,6 +71,8 @@ def differences(before: Any, now: Any, where: str = "", form: str = "{} was {!r}
     ['bits was 4, now 3']
     >>> differences({"overrides": {"q": 8, "k": 4}}, {"overrides": {"k": 4, "q": 8}})  # the first that matches counts
     ["order of overrides was 'q', now 'k'"]
+    >>> differences({"model": {"config.json": "ab" * 32}}, {"model": {"config.json": "cd" * 32}})
+    ['config.json has other contents']
     """
     if isinstance(before, dict) and isinstance(now, dict):
         found = [
@@ -72,4 +82,8 @@ def differences(before: Any, now: Any, where: str = "", form: str = "{} was {!r}
         ]
         moved = [form.format(f"order of {where}", *pair) for pair in zip(before, now, strict=False) if len({*pair}) > 1]
         return found or moved[:1]
-    return [] if before == now else [form.format(where, before, now)]
+    if before == now:
+        return []
+    if any(isinstance(value, str) and _DIGEST.fullmatch(value) for value in (before, now)):
+        return [_CONTENTS.get(where) or f"{where.removeprefix('model.')} has other contents"]
+    return [form.format(where, before, now)]

@@ -49,6 +49,7 @@ from .export.staging import check_target, remove_leftovers, replace_directory, s
 from .identity import differences, versions
 from .quantizer.config import QuantizeConfig
 from .report import ModuleReport
+from .units import counted
 
 _LOG = logging.getLogger("gptqkit")
 
@@ -127,8 +128,8 @@ class Job:
         again = isinstance(error, (OSError, MemoryError, RankError)) or not isinstance(error, GptqkitError)
         if self.records or (again and (self.folder / "chosen.json").exists()):
             advice = "resume the job to go on from there" if again else "resumed, the job would fail again"
-            kept = f"{len(self.records)} finished blocks are" if self.records else "the chosen bits are"
-            _LOG.warning("%s kept in %s; %s", kept, self.folder, advice)
+            kept = f"what is finished ({counted(len(self.records), 'block')})" if self.records else "the choice of bits"
+            _LOG.warning("%s is kept in %s; %s", kept, self.folder, advice)
             self._unlock()
         else:
             self._discard()
@@ -212,6 +213,8 @@ class Job:
         self._lock = _locked(self.folder)
         unfinished = _is_unfinished(self.folder)
         environment = {"threads": torch.get_num_threads(), "processes": self._processes.size, **versions()}
+        environment["batch_size"] = identity.get("batch_size")  # one that is smaller may be what lets a job go on
+        identity = {key: value for key, value in identity.items() if key != "batch_size"}
         if not unfinished or (self._overwrite and not resume):
             _clear(self.folder)
             check_target(self.out, overwrite=self._overwrite)
@@ -232,7 +235,7 @@ class Job:
             )
         elsewhere = differences(begun["environment"], environment)
         if elsewhere:
-            _LOG.warning("resumed in another environment, so last bits may differ: %s", some(elsewhere))
+            _LOG.warning("resumed otherwise than it was begun, so last digits may differ: %s", some(elsewhere))
         for old in (self.folder / "complete.json", *self.folder.glob(".tmp??????")):  # the directory is made anew
             old.unlink(missing_ok=True)
         sync_directory(self.folder)

@@ -35,6 +35,7 @@ from .model import FloatModel
 from .modes import in_plain_modes
 from .saving import Saver
 from .targets import is_matrix, matrix
+from .units import counted
 
 _LOG = logging.getLogger("gptqkit")
 
@@ -261,7 +262,7 @@ def choose_device(device: torch.device | str) -> torch.device:
         raise ConfigError(f"device is {device!r}; give auto, cpu, cuda or cuda:N")
     found = torch.cuda.device_count()
     if place.type == "cuda" and (place.index or 0) >= found:
-        raise ConfigError(f"device is {device!r}, but torch sees {found} NVIDIA GPUs; give auto or cpu")
+        raise ConfigError(f"device is {device!r}, but torch sees {counted(found, 'NVIDIA GPU')}; give auto or cpu")
     return torch.device("cuda", torch.cuda.current_device()) if place.type == "cuda" and place.index is None else place
 
 
@@ -279,11 +280,16 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool) -> Any | None:
     if path.is_file():  # GGUF
         with explain(f"the tokenizer of {path}"):
             return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    if not any(file.name.startswith(_TOKENIZER_FILES) for file in path.iterdir()):
+    if not has_tokenizer(path):
         return None
     with explain(f"the tokenizer of {path}"):
         how = {"trust_remote_code": trust_remote_code, "local_files_only": not trust_remote_code}
         return AutoTokenizer.from_pretrained(path, **how)
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether there is a tokenizer in a model's directory; GGUF files hold their own."""
+    return path.is_file() or any(file.name.startswith(_TOKENIZER_FILES) for file in path.iterdir())
 
 
 def open_tokenizer(tokenizer: Any, beside: Path | None = None, *, trust_remote_code: bool = False) -> Any:

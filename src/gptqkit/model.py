@@ -26,6 +26,7 @@ from .export.scaled import FloatShards
 from .export.shards import Shards, read_json, some
 from .hub import UNUSED, fetch
 from .targets import find_blocks, is_tied, output_layer
+from .units import counted
 
 
 class FloatModel:
@@ -205,8 +206,8 @@ class FloatModel:
                 extra[name] = counts[prefix]
         if extra:
             raise CheckpointError(
-                f"{self.path} holds {some(extra)}, but config.json describes {next(iter(extra.values()))} blocks; "
-                "fetch config.json again"
+                f"{self.path} holds {some(extra)}, but config.json describes "
+                f"{counted(next(iter(extra.values())), 'block')}; fetch config.json again"
             )
 
     def _chosen(self, wanted: Any) -> list[str]:

@@ -16,7 +16,7 @@ from .errors import ConfigError
 from .hub import at_home
 from .quantizer.config import ModuleOverride, QuantizeConfig, check_given
 from .run import Run
-from .settings import did_you_mean
+from .settings import check_seed, did_you_mean
 from .units import parse_size, size_text
 
 T = TypeVar("T")
@@ -50,6 +50,21 @@ class Parser(argparse.ArgumentParser):
         elif wrong and self._subparsers is None:
             message += did_you_mean(wrong[0], self._option_string_actions)
         self.exit(2, f"{self.prog}: usage error: {' '.join(message.split())}\nTry '{self.prog} --help'.\n")
+
+
+class Once(argparse.Action):
+    """Stores a value; a second one is a usage error, where the first would be lost in silence."""
+
+    def __call__(self, _: Any, namespace: Any, values: Any, *__: Any) -> None:
+        """Store the value, or refuse it."""
+        if getattr(namespace, self.dest) is not None:
+            raise argparse.ArgumentError(self, "is given twice; give one text, and run the command once for each")
+        setattr(namespace, self.dest, values)
+
+
+def refuse(arguments: argparse.Namespace, why: str) -> NoReturn:
+    """Exit as from a usage error of the command that was typed."""
+    Parser(prog=f"gptqkit {arguments.command}").error(why)
 
 
 def add_settings(command: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
@@ -109,7 +124,7 @@ def from_options(arguments: argparse.Namespace, kind: type[T], **more: Any) -> T
             raise ConfigError("--format gguf needs --type, such as Q4_K_M")
         return kind(**{**given, **more})
     except ConfigError as error:
-        Parser(prog=f"gptqkit {arguments.command}").error(str(error))
+        refuse(arguments, str(error))
 
 
 def config_from_options(arguments: argparse.Namespace) -> QuantizeConfig:
@@ -117,13 +132,51 @@ def config_from_options(arguments: argparse.Namespace) -> QuantizeConfig:
     overrides: dict[str, ModuleOverride] = {}
     for pattern, override in arguments.overrides:
         if overrides.setdefault(pattern, override) != override:
-            Parser(prog=f"gptqkit {arguments.command}").error(f"{pattern!r} has two overrides; give one of them")
+            refuse(arguments, f"{pattern!r} has two overrides; give one of them")
     return from_options(arguments, QuantizeConfig, overrides=overrides)
+
+
+def name(text: str) -> str:
+    """Return a name, which is not empty, of something here or on the Hub."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty; a shell makes that of a variable that is not set")
+    return text
 
 
 def path(text: str) -> Path:
     """Return the file or folder of that name, also where the shell left a ~ in it, as in --out=~/OUT."""
-    return Path(at_home(text))
+    return Path(at_home(name(text)))
+
+
+def new_file(text: str) -> Path:
+    """Return a file that can be written: no folder, and in one that exists."""
+    file = path(text)
+    if file.is_dir() or not file.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{file} cannot be written; give a file, in a folder that exists")
+    return file
+
+
+def picture(text: str) -> Path:
+    """Return a file that can be written and is called what it will be, an SVG."""
+    if not text.endswith(".svg"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of an SVG, which is what is drawn; end it in .svg")
+    return new_file(text)
+
+
+def positive(text: str) -> int:
+    """Return a whole number above 0."""
+    if not re.fullmatch(r"\d+", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    """Return what generators of random numbers take as a seed."""
+    try:
+        check_seed(number := int(text))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return number
 
 
 def size(text: str) -> int:

@@ -80,7 +80,7 @@ class Pipeline:
         self.batches = own_batches(model, samples or PROBE, processes, run)
         if job.records:
             self.batches.counts[job.records[-1]["excluded"]] = False
-            self.batches.size = job.records[-1]["batch_size"]
+            self.batches.size = min(self.batches.size, job.records[-1]["batch_size"])
         self._progress = progress if processes.rank == 0 else silent
         for record in job.records:
             self.left |= record["left"]

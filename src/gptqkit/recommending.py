@@ -63,7 +63,7 @@ class Choice(Plain):
         cache_bytes: Keys and values of the context, in float16.
         total_bytes: Both. Activations and the program itself come on top.
         kl_divergence: From the float model, in nats, of the example model; None where that was not measured.
-        perplexity: Of the example model, over that of the float model, likewise.
+        perplexity_ratio: Perplexity of the example model over that of the float model, likewise.
         warnings: What to know where it is loaded.
         command: What makes it.
     """
@@ -78,7 +78,7 @@ class Choice(Plain):
     cache_bytes: int
     total_bytes: int
     kl_divergence: float | None
-    perplexity: float | None
+    perplexity_ratio: float | None
     warnings: tuple[str, ...]
     command: str
 
@@ -235,7 +235,7 @@ def _choice(
         cache_bytes=cache,
         total_bytes=packed + others + cache,
         kl_divergence=measured[0],
-        perplexity=measured[1],
+        perplexity_ratio=measured[1],
         warnings=answer.warnings,
         command=f"{command} {config.type or f'w{config.bits}-g{size}'} --calibration wikitext2 {how}",
     )

@@ -98,7 +98,8 @@ class QuantizationReport(Plain):
         samples: Calibration samples given.
         sequence_length: Tokens per sample.
         seed: Seed that chose the samples.
-        calibration: The fields of `Calibration` that were asked for, its source by name; empty without calibration.
+        calibration: The fields of `Calibration` that were asked for, but for defaults, its source by name; empty
+            without calibration.
         tokens: Calibration tokens that counted (no padding, no excluded samples).
         excluded_samples: Samples left out for non-finite activations.
         batch_size: Samples per forward pass in the end: what was asked for, or less where memory ran out.

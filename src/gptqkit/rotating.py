@@ -13,7 +13,7 @@ from .errors import ArchitectureError
 from .export.convert import check_apart
 from .export.shards import read_json, write_json, write_shards
 from .export.staging import staged
-from .hub import at_home
+from .hub import at_home, fetch
 from .model import FloatModel
 from .modes import in_plain_modes
 from .quantizer.rotation import Rotation
@@ -70,11 +70,16 @@ def rotate(model: str | Path, out: str | Path, *, seed: int = 0, revision: str |
         GptqkitError: As `FloatModel` raises.
     """
     check_seed(seed)
-    source, out = FloatModel(model, revision=revision), Path(at_home(out))
-    check_apart(source.path, out)
+    path, out = fetch(model, revision), Path(at_home(out))
+    check_apart(path, out)
+    described = read_json(path / "config.json")
+    own = [name for name in described.get("architectures") or () if name not in ARCHITECTURES]
+    if own and "auto_map" in described:  # it could only be opened by running its code
+        raise _refusal(own[0])
+    source = FloatModel(path)
     name = type(source.model).__name__
     if name not in ARCHITECTURES:
-        raise ArchitectureError(f"{name} cannot be rotated; that is known of {', '.join(ARCHITECTURES)}")
+        raise _refusal(name)
     unknown = [each for each in source.tensor_names if not _known(each)]
     if unknown:
         raise ArchitectureError(f"{name} cannot be rotated: nothing is known of its tensor {unknown[0]}")
@@ -85,6 +90,10 @@ def rotate(model: str | Path, out: str | Path, *, seed: int = 0, revision: str |
         config = {**read_json(directory / "config.json"), "tie_word_embeddings": False}
         config.pop("quantization_config", None)  # of FP8, which was multiplied out
         write_json(directory / "config.json", config)
+
+
+def _refusal(name: str) -> ArchitectureError:
+    return ArchitectureError(f"{name} cannot be rotated; that is known of {', '.join(ARCHITECTURES)}")
 
 
 def _known(name: str) -> bool:

@@ -22,11 +22,13 @@ class Run:
         device: "cpu", "cuda" or, for example, "cuda:1"; "auto" takes a GPU if there is one.
         batch_size: Samples per forward pass, by default 8; halved when memory runs out. Like the number of threads, it
             changes the order of sums, and so perhaps a few codes.
-        activations: Where to keep hidden states between blocks; "auto" takes the fastest place where they fit.
-        overwrite: Replace the output folder if it is a quantized checkpoint, and an unfinished job for it, unless
-            `resume` is set.
-        resume: Continue the unfinished job for the same output folder, if there is one; the result is the same to the
-            bit. What is finished is left as it is.
+        activations: Where to keep hidden states between blocks: "device" is the GPU, "memory" is RAM; "auto" takes the
+            fastest place where they fit.
+        overwrite: Replace the output folder if it is a quantized checkpoint, and an unfinished job for it. With
+            `resume` an unfinished job goes on instead, and a checkpoint of the same model and settings stays.
+        resume: Continue the unfinished job for the same output folder, if there is one; with the same `batch_size` the
+            result is the same to the bit, and a smaller one may be given where memory ran out. What is finished is left
+            as it is.
         strict: Refuse a model with Linears that do not fit the format or the group size, instead of leaving them in
             floating point or taking smaller groups.
         shard_size: Largest size of the checkpoint's files, in bytes or such as "8GiB"; a single tensor may be larger.

@@ -18,7 +18,7 @@ from .calibration.samples import Samples
 from .distributed import Processes
 from .errors import ConfigError, ShapeError
 from .export.formats import find_format, find_snap
-from .export.modules import experts_of
+from .export.modules import CHOSEN, experts_of
 from .model import FloatModel
 from .progress import Progress, ProgressCallback
 from .quantizer.allocation import Candidate, allocate_bits
@@ -38,7 +38,6 @@ SMALLEST_GROUP = 32
 _Way: TypeAlias = tuple[int, int | None]  # bits, and columns per group
 PLAIN: Mapping[str, Any] = {"grid": "mse", "refine_rounds": 0, "two_sided": False, "learn_iterations": 0}
 """How candidates are solved: better ways choose alike."""
-_CHOSEN = re.compile(r"\^(\w|\\.|\+)+\$")  # as `_pattern` writes them
 
 
 @torch.no_grad()
@@ -85,7 +84,7 @@ def with_chosen_bits(
 
 def with_chosen_before(config: QuantizeConfig, before: QuantizeConfig) -> QuantizeConfig:
     """Return the settings with the overrides that `with_chosen_bits` added to those of `before`, by their patterns."""
-    chosen = {pattern: own for pattern, own in before.overrides.items() if _CHOSEN.fullmatch(pattern)}
+    chosen = {pattern: own for pattern, own in before.overrides.items() if CHOSEN.fullmatch(pattern)}
     return dataclasses.replace(config, overrides={**config.overrides, **chosen, **config.overrides})
 
 

@@ -37,6 +37,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {by_case[found[0]]}?" if found else ""
 
 
+def one_of(names: Iterable[str], given: object) -> str:
+    """Return what to choose from in place of what was given, for the end of a message.
+
+    >>> one_of(("fast", "best"), "bset")
+    'choose one of fast, best; did you mean best?'
+    """
+    known = [*names]
+    return f"choose one of {', '.join(known)}{did_you_mean(str(given), known)}"
+
+
 _TYPES: dict[str, tuple[str, type, Callable[[Any], Any]]] = {
     "bool": ("True or False", bool, bool),
     "int": ("a whole number", Integral, int),
@@ -56,7 +66,7 @@ def check_types(record: Any) -> None:
             continue
         names = [*each.metadata.get("choices", ())] if kind == "str" else []
         if names and value not in names:
-            raise ConfigError(f"{each.name} is {value!r}; choose one of {', '.join(names)}")
+            raise ConfigError(f"{each.name} is {value!r}; {one_of(names, value)}")
         if "size" in each.metadata:
             object.__setattr__(record, each.name, bytes_of(each.name, value))
             continue

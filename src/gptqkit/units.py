@@ -1,9 +1,18 @@
-"""Bytes as people read and write them."""
+"""Bytes and counts as people read and write them."""
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
+
+
+def counted(count: int, thing: str) -> str:
+    """Return how many there are of a thing.
+
+    >>> counted(1, "layer"), counted(0, "layer"), counted(2000, "layer")
+    ('1 layer', '0 layers', '2,000 layers')
+    """
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def size_text(size: int) -> str:

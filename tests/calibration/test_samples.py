@@ -7,7 +7,7 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from gptqkit.calibration.config import Calibration
+from gptqkit.calibration.config import Calibration, calibration_of
 from gptqkit.calibration.samples import load_documents, load_samples, load_text
 from gptqkit.errors import CalibrationError, ConfigError
 
@@ -140,7 +140,10 @@ def test_too_little_text_says_how_many_samples_there_are(tokenizer):
     count = len(cut(tokenizer, [story(4)], 16))
     with pytest.raises(CalibrationError, match=f"the list gives {count} samples of 16 tokens, and samples is 50"):
         draw([story(4)], tokenizer, 50, 16)
-    with pytest.raises(CalibrationError, match="gives 2 samples of 4 tokens, and samples is 3; give more text"):
+    with pytest.raises(
+        CalibrationError,
+        match=r"gives 2 samples of 4 tokens, and samples is 3; give more text, samples=2 \(--samples 2\)",
+    ):
         draw([[1], [2], []], None, 3, 4, concatenate=False)
 
 
@@ -211,6 +214,18 @@ def test_long_text_does_not_warn(tokenizer, caplog):
 def test_settings_that_cannot_be(settings, message):
     with pytest.raises(ConfigError, match=message):
         Calibration("text.txt", **settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"samples": 2}, "the calibration has samples, but no source; give its text as source"),
+        ({"sorce": "a.txt", "samples": 2}, "'sorce' is not a setting of Calibration; did you mean source"),
+    ],
+)
+def test_settings_of_calibration_without_text_are_no_record_of_a_text(given, message):
+    with pytest.raises(ConfigError, match=message):
+        calibration_of(given)
 
 
 def test_the_seed_has_a_choice_of_a_source_without_end():

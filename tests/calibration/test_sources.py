@@ -255,7 +255,9 @@ def test_chats_go_through_the_template(tokenizer, chatting, tmp_path):
     expected = chatting.backend_tokenizer.encode(RENDERED, add_special_tokens=False).ids
     assert expected.count(chatting.bos_token_id) == 2
     # Messages need not have the same keys.
-    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + '\n{"messages": [{"role": "a", "x": 1}]}')
+    (tmp_path / "chats.jsonl").write_text(
+        json.dumps({"messages": CHAT}) + '\n{"messages": [{"role": "a", "tool_calls": 1}]}'
+    )
     assert load_text(tmp_path / "chats.jsonl", chatting)[: len(expected)].tolist() == expected
     dataset = datasets.Dataset.from_list([{"messages": CHAT}])
     dataset.to_parquet(tmp_path / "chats.parquet")
@@ -290,6 +292,12 @@ def test_templates_that_fail_are_one_line_that_names_the_row(chatting, tmp_path,
     ("source", "message"),
     [
         ([], r"^\[\] cannot be read; give a file, a folder"),
+        ([{"rol": "user", "contnt": "hi"}], "'rol', 'contnt'. Messages of a chat have 'role' and 'content', or 'from'"),
+        (
+            [[{"role": "user", "text": "hi"}]],
+            "document 0 of the list is a chat with a message of 'role', 'text'; it must",
+        ),
+        ([{"messages": [{"rol": "user"}]}], "its columns are 'rol', and messages of a chat have 'role' and 'content'"),
         (["text", 3.5], r"document 1 of the list is 3\.5"),
         ([[True, False]], "whole numbers"),
         (b"bytes", "b'bytes' cannot be read"),

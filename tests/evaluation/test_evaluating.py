@@ -1,6 +1,7 @@
 """The one call, on the example model."""
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -81,6 +82,31 @@ def test_a_text_that_is_not_there_shows_before_a_model_is_opened(tmp_path):
         evaluate(tmp_path / "no model", tmp_path / "none.txt")
     with pytest.raises(DatasetUnavailableError, match=r"there is no file or folder .*none\.txt"):
         compare([tmp_path / "no model"], tmp_path / "none.txt")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"dataset": "wikitext-2"}, DatasetUnavailableError, "cannot be read: .*did you mean wikitext2"),
+        ({"tokenizer": "nowhere/at/all"}, DatasetUnavailableError, "there is no folder nowhere/at/all"),
+        ({"model": "without"}, CalibrationError, "without has no tokenizer, which text needs; give one"),
+        ({"config": {"sequence_length": 513}}, ConfigError, "sequence_length is 513, but the model has 512"),
+    ],
+)
+def test_what_can_be_known_before_weights_are_read_is(
+    change, error, said, example_model, text_file, tmp_path, monkeypatch
+):
+    shutil.copytree(example_model, tmp_path / "without", ignore=shutil.ignore_patterns("tokenizer*"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("gptqkit.evaluating.load_float", None)
+    monkeypatch.setattr("gptqkit.comparing.load_float", None)
+    given = {"model": example_model, "dataset": text_file, "config": None, **change}
+    with pytest.raises(error, match=said):
+        evaluate(**given)
+    if "tokenizer" not in change:
+        monkeypatch.setattr("gptqkit.comparing.inspect", None)
+        with pytest.raises(error, match=said):
+            compare([given["model"]], given["dataset"], given["config"], reference=example_model)
 
 
 def test_a_tokenizer_that_is_given_stands_for_the_model_s_own(example_model, tokenizer, small_text):

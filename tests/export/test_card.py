@@ -5,12 +5,15 @@ import time
 
 import pytest
 import torch
+import transformers
 import yaml
 
+import gptqkit
 from gptqkit.export.card import pipeline_tag, write_card
 from gptqkit.export.convert import convert
 from gptqkit.export.inspect import inspect
 from gptqkit.quantizer.config import ModuleOverride
+from support.models import build, samples
 
 OVERRIDES = {r"(k|v)_proj$": ModuleOverride(bits=8, group_size=-1), r"0\.mlp": ModuleOverride(skip=True)}
 OVERRIDES["o_proj"] = ModuleOverride(type="q6_k")
@@ -87,7 +90,8 @@ def test_whole_card(material, tmp_path):
 def test_what_transformers_needs_for_other_formats(material, tmp_path, name, packages):
     convert(material(format="gptq_v2").write(tmp_path / "v2"), tmp_path / "out", format=name)
     card = (tmp_path / "out" / "README.md").read_text()
-    assert f"which needs {packages} for it" in card
+    assert f"the import of gptqkit comes first (without it, transformers needs {packages}):" in card
+    assert "import gptqkit\nfrom transformers import AutoModel, " in card  # which is no language model
     assert f"- {name}\n" in card
 
 
@@ -103,7 +107,8 @@ def test_the_programs_are_those_that_inspect_names_also_after_converting(materia
         readers = [reader.name for reader in inspect(path).readers if reader.loads]
         found[path.name] = readers
         assert f"\nLoaded by: {', '.join(readers)}. " in card
-        assert ("AutoModelForCausalLM" in card) == ("transformers" in readers)
+        assert "AutoModelForCausalLM" in card
+        assert ("without it, transformers needs" in card) == ("transformers" in readers)
         assert front_matter(card)["license_name"] == "deepseek"
     assert found["out"] != found["v1"]
 
@@ -115,6 +120,30 @@ def test_bits_that_were_chosen_are_those_of_most_layers(material, tmp_path):
     assert ", 3-bit GPTQ\n" in card
     assert front_matter(card)["tags"][-1] == "3-bit"
     assert "| target_bits | 3.5 |" in card
+    assert "| modules of 3 bits | 3 |\n| modules of 4 bits | 1 |\n| bits per weight, scales and indices" in card
+    assert "| bits |" not in card
+
+
+def test_a_choice_of_bits_has_no_row_for_every_module(material, tmp_path):
+    chosen = {rf"^model\.layers\.0\.self_attn\.{name}_proj$": ModuleOverride(bits=8) for name in "qk"}
+    overrides = {"mlp": ModuleOverride(bits=2), **chosen}
+    card = (material(target_size="1MB", overrides=overrides).write(tmp_path / "out") / "README.md").read_text()
+    assert "| override of `mlp` | bits 2 |" in card
+    assert "self_attn" not in card.partition("## Loading")[0]
+
+
+def test_a_file_for_llama_cpp_is_loaded_as_the_card_says(example_model, tmp_path):
+    build("llama", vocab_size=4096).save_pretrained(tmp_path / "float")
+    how = {"method": "rtn", "type": "Q4_0"}
+    gptqkit.quantize(tmp_path / "float", None, tmp_path / "out", how, tokenizer=example_model)
+    card = (tmp_path / "out" / "README.md").read_text()
+    line = 'AutoModelForCausalLM.from_pretrained("path/to/this/directory", gguf_file="model.gguf")'
+    assert line in card
+    found = eval(line.replace("path/to/this/directory", str(tmp_path / "out")), vars(transformers))
+    ours, _ = gptqkit.load(tmp_path / "out", device="cpu")
+    ids = samples().input_ids.clamp(max=94)
+    with torch.no_grad():
+        assert torch.allclose(found(ids).logits, ours(ids).logits, atol=1e-4)
 
 
 def test_what_is_not_known_is_left_out(material, tmp_path):

@@ -73,6 +73,7 @@ def test_every_other_file_is_carried_over_but_pickles(material, tmp_path):
     (source / "tokenizer.json").write_bytes(b'{"a":  1}\r\n')
     (source / "linked.txt").symlink_to(source / "tokenizer.json")
     (source / "away").symlink_to(tmp_path)
+    (source / "quantization_report.html").write_text("a page that shows the old format")
     for pickle in ("templates/old.pt", "pytorch_model.bin"):
         (source / pickle).write_bytes(b"pickle")
     convert(source, tmp_path / "out", format="gptq_v2")

@@ -31,7 +31,10 @@ def test_codes_scales_and_float_tensors_that_differ(material, tmp_path):
     offset = -query.zero_point() * doubled
     made.weights[QUERY] = dataclasses.replace(query, scale=doubled, offset=offset)
     made.other_tensors["model.layers.0.norm.weight"] = torch.full((64,), 2.0)
+    other_norm = made.other_tensors["model.layers.1.norm.weight"]
+    made.other_tensors["model.layers.1.norm.weight"] = other_norm.half()  # the same values
     found = {each.name: each for each in diff(first, made.write(tmp_path / "second"))}
+    assert other_norm.dtype == torch.float32
     assert found.keys() == {DOWN, QUERY, "model.layers.0.norm"}
     down = found[DOWN]
     assert (down.codes, down.scales) == (pytest.approx(1 / codes.numel()), 0)
