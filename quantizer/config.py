@@ -79,9 +79,8 @@ class QuantizeConfig:
             files of gptq carry beside them. The parts of every block get 2, 3, 4 or 8 bits, in groups of `group_size`
             or halves of it down to 32, or stay in floating point, so that most is spent where it matters most. Modules
             that have an override keep it.
-        target_size: Most that all tensors of the checkpoint may take, in bytes or such as "4GB"; bits are chosen as
-            with `target_bits`, in whose place it is given. Should tensors that are only copied make it more, a warning
-            says so.
+        target_size: The most that all tensors of the checkpoint may take, in bytes or such as "4GB"; bits are chosen as
+            with `target_bits`, which it replaces.
         sym: Symmetric grids: the zero point is fixed at 2^(bits-1), and scales may be negative. Asymmetric
             ones choose a zero point for every group.
         quality: "fast" solves every layer with gptq and refines it; "balanced" takes loaq, simulated grids and

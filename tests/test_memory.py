@@ -336,7 +336,7 @@ def test_a_job_that_cannot_run_is_refused_before_any_work(tmp_path, machine):
     steps, run = [], gptqkit.Run(device="cpu", strict=True)
     calibration = gptqkit.Calibration(torch.ones(2, 16, dtype=torch.int64), sequence_length=16)
     for config in ({"group_size": 96}, {"group_size": 96, "target_bits": 3.5}):
-        with pytest.raises(ConfigError, match=r"6 Linears take smaller groups, .*; change the settings for these"):
+        with pytest.raises(ConfigError, match=r"6 Linears with smaller groups, .*; change the settings for these"):
             gptqkit.quantize(model, calibration, tmp_path / "out", config, progress=steps.append, run=run)
     machine(ram=1000)
     for config in ({}, {"target_bits": 3.5}):

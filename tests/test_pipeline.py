@@ -379,7 +379,7 @@ REFUSED = [
     (ArchitectureError, "no module is left to quantize: the overrides skip them all", {"overrides": {"": SKIP}}),
     (ConfigError, "a type, which only GGUF knows", {"overrides": {"q_proj": {"type": "q4_0"}}}),
     (ConfigError, "lm_head shares its weight with an input embedding", {"lm_head": True}),
-    (ConfigError, r"2 Linears take smaller groups.*0\.mlp\.down_proj \(32 of 96\)", {"group_size": 64, "run": STRICT}),
+    (ConfigError, r"2 Linears with smaller groups.*0\.mlp\.down_proj \(32 of 96\)", {"group_size": 64, "run": STRICT}),
     (
         ConfigError,
         r"6 Linears stay in float.*gate_proj \(\(80, 64\) is its shape",

@@ -28,7 +28,7 @@ from .run import Run
 from .solving import naming
 from .streams import Streams
 from .targets import Target, find_head, find_targets, matrix, tell_misfits
-from .units import size_text
+from .units import counted, size_text
 from .walking import float_blocks
 
 _LOG = logging.getLogger("gptqkit")
@@ -72,7 +72,7 @@ def with_chosen_bits(
         counts = Counter[str]()
         for name in sorted(chosen, key=lambda each: (chosen[each].bits or math.inf, -(chosen[each].group_size or 0))):
             counts[_name(chosen[name])] += len(members[name])
-        _LOG.info("chosen: %s", ", ".join(f"{count} modules {kept}" for kept, count in counts.items()))
+        _LOG.info("chosen: %s", ", ".join(f"{counted(count, 'module')} {kept}" for kept, count in counts.items()))
     overrides = {
         _pattern(target): _override(candidate)
         for name, candidate in chosen.items()

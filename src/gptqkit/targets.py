@@ -21,6 +21,7 @@ from .export.formats import LayerSpec, find_format
 from .export.recipes import RECIPES, SUPER_BLOCK
 from .export.shards import some
 from .quantizer.config import QuantizeConfig
+from .units import counted
 
 _LOG = logging.getLogger("gptqkit")
 
@@ -300,9 +301,12 @@ def tell_misfits(
         if asked is not None and asked.group_size != target.config.group_size:
             smaller.append(f"{target.name} ({target.config.group_size} of {target.shape[1]})")
     if smaller:
-        lines.append(f"{len(smaller)} Linears take smaller groups, which divide their columns: {some(smaller)}")
+        lines.append(
+            f"{counted(len(smaller), 'Linear')} with smaller groups, which divide the columns: {some(smaller)}"
+        )
     if narrow:
-        lines.append(f"{len(narrow)} Linears take larger types, their columns being no multiple of 256: {some(narrow)}")
+        many = counted(len(narrow), "Linear")
+        lines.append(f"{many} of larger types, the columns being no multiple of 256: {some(narrow)}")
     if strict and lines:
         raise ConfigError(f"{'; '.join(lines)}; change the settings for these, or leave strict out")
     for line in lines if log else ():
