@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -253,7 +253,12 @@ def find_snap(config: Any) -> Snap:
 
 def find_format(name: str) -> Format:
     """Return the format called `name`, one of `FORMATS`."""
-    return cast(Format, resolve_name(f"gptqkit.{FORMATS[name]}"))
+    return _format(FORMATS[name])
+
+
+@cache
+def _format(place: str) -> Format:
+    return cast(Format, resolve_name(f"gptqkit.{place}"))
 
 
 def find_quantization(model_config: Mapping[str, Any]) -> Any:

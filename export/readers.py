@@ -29,6 +29,8 @@ OTHERS = ("GPTQModel", TRANSFORMERS, "vLLM", "SGLang", "AutoGPTQ")
 
 SERVERS = ("vLLM", "SGLang")
 
+_FUSED_AS = {part: fused for fused, parts in FUSED.items() for part in parts}
+
 Rules: TypeAlias = "list[tuple[Sequence[str], object, str]]"
 """Readers, what stops or costs them if it is true of the checkpoint, and how they put it."""
 
@@ -427,7 +429,7 @@ def _unlike(layers: Mapping[str, LayerSpec], skipped: Iterable[str]) -> str:
 
 def _fused_name(name: str) -> str:
     stem, dot, last = name.rpartition(".")
-    return stem + dot + next((fused for fused, parts in FUSED.items() if last in parts), last)
+    return stem + dot + _FUSED_AS.get(last, last)
 
 
 def _listed(values: Iterable[object]) -> str:

@@ -18,7 +18,7 @@ from .hub import fetch
 from .modes import in_plain_modes
 from .quantizer.config import QuantizeConfig
 from .settings import Plain, bytes_of, did_you_mean
-from .targets import Target, checkpoint_bytes, find_targets
+from .targets import Target, checkpoint_bytes, find_linears, find_targets
 from .units import size_text
 
 _GRIDS = ((8, 128), (4, 32), (4, 64), (4, 128), (3, 32), (3, 64), (3, 128), (2, 32), (2, 64), (2, 128))
@@ -171,12 +171,12 @@ def _plans(empty: EmptyModel, reader: str) -> Iterator[list[tuple[QuantizeConfig
             [QuantizeConfig(bits=bits, group_size=size, sym=sym, format=name) for name, sym in _LAYOUTS]
             for bits, size in _GRIDS
         ]
-    refusal, fits = None, False
+    refusal, fits, linears = None, False, find_linears(empty.model)
     for row in rows:
         plans = []
         for config in row:
             try:
-                targets = [target for part in find_targets(empty.model, config)[0] for target in part]
+                targets = [target for part in find_targets(empty.model, config, linears)[0] for target in part]
             except (ArchitectureError, ConfigError, ShapeError) as error:  # the format cannot hold that
                 refusal = error
                 continue

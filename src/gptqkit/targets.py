@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +28,32 @@ _LOG = logging.getLogger("gptqkit")
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
-    """A Linear to be quantized.
+class Linear:
+    """A Linear of a block, or the output layer.
 
     Attributes:
         name: Its full name in the model.
         inner: Its name in its block; empty for the output layer.
         shape: (out, in).
-        config: The settings that hold for it; groups are smaller than asked for where those do not divide its columns.
+        plain: Whether it computes what a Linear does.
         experts: Of a split expert: the name, in the block, of the module that holds all; `expert` is its number.
+    """
+
+    name: str
+    inner: str
+    shape: tuple[int, int]
+    plain: bool = True
+    experts: str | None = None
+    expert: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A Linear to be quantized.
+
+    Attributes:
+        name, inner, shape, experts, expert: As of the `Linear`.
+        config: The settings that hold for it; groups are smaller than asked for where those do not divide its columns.
     """
 
     name: str
@@ -163,11 +181,31 @@ def _largest_list(model: nn.Module, part: nn.Module) -> tuple[str, nn.ModuleList
     return None if best is None else (best[1], best[2])
 
 
-def find_targets(model: PreTrainedModel, config: QuantizeConfig) -> tuple[list[list[Target]], dict[str, str]]:
+def find_linears(model: PreTrainedModel) -> dict[str, list[Linear]]:
+    """Return the Linears of every block, by its path, but for routers; ArchitectureError as of `find_blocks`."""
+    found: dict[str, list[Linear]] = {}
+    for path, block in (each for stack in find_blocks(model) for each in stack.items()):
+        routers, own = find_routers(block), found.setdefault(path, [])
+        for inner, module in block.named_modules():
+            if module in routers or not isinstance(module, (nn.Linear, Conv1D)):
+                continue
+            rows, columns = matrix(module).shape
+            linear = Linear(f"{path}.{inner}", inner, (rows, columns), is_matrix(module))
+            owner = inner.rpartition(".")[0]
+            if owner and isinstance(block.get_submodule(owner), Expert):
+                experts, number, _ = inner.rsplit(".", 2)
+                linear = dataclasses.replace(linear, experts=experts, expert=int(number))
+            own.append(linear)
+    return found
+
+
+def find_targets(
+    model: PreTrainedModel, config: QuantizeConfig, linears: Mapping[str, list[Linear]] | None = None
+) -> tuple[list[list[Target]], dict[str, str]]:
     """Return the Linears to be quantized, block by block, and why others, by name, cannot be.
 
     Those stay in floating point: Linears with a forward pass of their own, and shapes that the format cannot hold. So
-    do routers and what the overrides skip, which are not named.
+    do routers and what the overrides skip, which are not named. `linears` are those of `find_linears`, where known.
 
     Raises:
         ConfigError: Settings that the format cannot hold, or an override that changes nothing.
@@ -177,27 +215,26 @@ def find_targets(model: PreTrainedModel, config: QuantizeConfig) -> tuple[list[l
         raise ConfigError(
             f"{config.format} knows one setting of bits for all; leave target_bits and target_size out, or use gptq_v2"
         )
-    blocks = {path: block for stack in find_blocks(model) for path, block in stack.items()}
-    routers = set().union(*map(find_routers, blocks.values()))
-    _check_overrides(model, tuple(f"{path}." for path in blocks), routers, config)
+    linears = find_linears(model) if linears is None else linears
+    _check_overrides(model, [linear.name for own in linears.values() for linear in own if linear.plain], config)
     targets: list[list[Target]] = []
     left: dict[str, str] = {}
-    for path, block in blocks.items():
+    described = model.config.to_dict()
+    for path, own in linears.items():
         chosen: list[Target] = []
-        for inner, module in block.named_modules():
-            name = f"{path}.{inner}"
-            settings = config.for_module(name)
-            if settings is None or module in routers or not isinstance(module, (nn.Linear, Conv1D)):
+        for linear in own:
+            settings = config.for_module(linear.name)
+            if settings is None:
                 continue
-            if not is_matrix(module):
-                left[name] = "it computes something other than a Linear does"
+            if not linear.plain:
+                left[linear.name] = "it computes something other than a Linear does"
                 continue
             try:
-                chosen.append(_target(model, name, inner, settings, config))
+                chosen.append(_target(linear, settings, config, described))
             except ShapeError as error:
-                left[name] = str(error)
+                left[linear.name] = str(error)
         if config.type is not None:
-            _check_stacked(path, block, chosen)
+            _check_stacked(path, own, chosen)
         targets.append(chosen)
     if not any(targets) and find_head(model, config) is None:
         reasons = some(f"{name}: {why}" for name, why in left.items())
@@ -205,15 +242,14 @@ def find_targets(model: PreTrainedModel, config: QuantizeConfig) -> tuple[list[l
     return targets, left
 
 
-def _check_stacked(path: str, block: nn.Module, chosen: Iterable[Target]) -> None:
+def _check_stacked(path: str, linears: Iterable[Linear], chosen: Iterable[Target]) -> None:
     """Raise ConfigError where experts whose matrices are one tensor of a GGUF file would be of several types in it."""
     types = {target.inner: target.config.type for target in chosen}
     found: dict[tuple[str, str], set[str]] = {}
-    for name, module in block.named_modules():
-        if isinstance(module, Expert):
-            for part, _ in module.named_children():
-                kinds = found.setdefault((name.rpartition(".")[0], part), set())
-                kinds.add(types.get(f"{name}.{part}") or "floating point")
+    for linear in linears:
+        if linear.experts is not None:
+            part = linear.inner.rpartition(".")[2]
+            found.setdefault((linear.experts, part), set()).add(types.get(linear.inner) or "floating point")
     for (experts, part), kinds in found.items():
         if len(kinds) > 1:
             raise ConfigError(
@@ -222,13 +258,16 @@ def _check_stacked(path: str, block: nn.Module, chosen: Iterable[Target]) -> Non
             )
 
 
-def _check_overrides(
-    model: PreTrainedModel, inside: tuple[str, ...], routers: set[nn.Module], config: QuantizeConfig
-) -> None:
-    """Raise ConfigError for an override that matches nothing, or only what others before it match."""
+def _check_overrides(model: PreTrainedModel, names: list[str], config: QuantizeConfig) -> None:
+    """Raise ConfigError for an override that matches nothing, or only what others before it match.
+
+    `names` are of the Linears that can be quantized, but for the output layer.
+    """
+    if not config.overrides:
+        return
     every = {name: module for name, module in model.named_modules() if is_matrix(module)}
     head = output_layer(model) if config.lm_head else None
-    names = [name for name, each in every.items() if each is head or (name.startswith(inside) and each not in routers)]
+    names = names + [name for name, each in every.items() if each is head]
     for pattern, override in config.overrides.items():
         matched = [name for name in (every if override.skip else names) if re.search(pattern, name)]
         if not matched:
@@ -244,19 +283,22 @@ def _check_overrides(
             )
 
 
-def _target(model: PreTrainedModel, name: str, inner: str, config: QuantizeConfig, common: QuantizeConfig) -> Target:
-    """Return a Linear as a target; ShapeError where the format cannot hold its shape, ConfigError for the settings."""
-    rows, columns = matrix(model.get_submodule(name)).shape
+def _target(linear: Linear, config: QuantizeConfig, common: QuantizeConfig, described: Mapping[str, Any]) -> Target:
+    """Return a Linear as a target; ShapeError where the format cannot hold its shape, ConfigError for the settings.
+
+    `config` holds for it, `common` for all; the model is `described` by its config.json.
+    """
+    name, columns = linear.name, linear.shape[1]
     if config.format != common.format:
         raise ConfigError(f"{name}: its override has a type, which only GGUF knows; choose a type for all, too")
     layout = find_format(config.format)
     if layout.choose is not None:
-        config = layout.choose(config, name, columns, model.config.to_dict())
+        config = layout.choose(config, name, columns, described)
     asked = config.group_size
     size = None if asked is None or config.type is not None else fitting_group(columns, asked)  # GGUF's have their own
     if size not in (None, asked):
         config = dataclasses.replace(config, group_size=size)
-    target = Target(name, inner, (rows, columns), config)
+    target = Target(name, linear.inner, linear.shape, config, linear.experts, linear.expert)
     try:
         if layout.uniform and (config.bits, asked) != (common.bits, common.group_size):
             raise ConfigError(f"{config.format} knows one setting for all modules; skip it or take another format")
@@ -265,9 +307,6 @@ def _target(model: PreTrainedModel, name: str, inner: str, config: QuantizeConfi
         raise ConfigError(f"{name}: {error}") from error
     if layout.uniform and config.group_size != asked:
         raise ShapeError(f"{columns} columns are no whole groups of {asked}, the one size that {config.format} knows")
-    if isinstance(model.get_submodule(name.rpartition(".")[0]), Expert):
-        experts, number, _ = inner.rsplit(".", 2)
-        return dataclasses.replace(target, experts=experts, expert=int(number))
     return target
 
 
@@ -373,7 +412,8 @@ def find_head(model: PreTrainedModel, config: QuantizeConfig) -> Target | None:
     try:
         if settings is None:
             return None
-        return _target(model, name, "", settings, config)
+        rows, columns = matrix(head).shape
+        return _target(Linear(name, "", (rows, columns)), settings, config, model.config.to_dict())
     except (ConfigError, ShapeError) as error:
         raise ConfigError(f"lm_head=True, but {name} cannot be packed: {error}; leave lm_head out") from error
 
