@@ -160,3 +160,14 @@ def test_resuming_a_model_with_hidden_states_of_another_form_and_others_beside_t
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("resumed", "whole"))
     assert first.keys() == second.keys()
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_padding_is_told_apart_in_hidden_states_of_another_form(tmp_path):
+    """Gemma3n's blocks take several versions of every token's."""
+    _, inputs = families.build("language model", "gemma3n_text", tmp_path / "float")
+    texts = [row[: 32 - 5 * number].tolist() for number, row in enumerate(inputs["input_ids"])]
+    calibration = gptqkit.Calibration(texts, samples=4, sequence_length=32, concatenate=False)
+    report = gptqkit.quantize(tmp_path / "float", calibration, tmp_path / "out", {"method": "gptq"}).report
+    assert report.tokens == sum(map(len, texts)) < 4 * 32
+    assert all(module.error is not None for module in report.modules)

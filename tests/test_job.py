@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -486,6 +487,30 @@ def test_bits_are_chosen_once(job_models, tmp_path):
     assert {step.stage for step in steps if step.layer is not None} == {"quantize"}
     assert whole.report.config.overrides
     assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_job_of_which_batches_were_a_part_goes_on(job_models, undisturbed, tmp_path):
+    """As the first versions wrote job.json."""
+    out = tmp_path / "out"
+    with pytest.raises(Stop):
+        quantize(job_models, "gptq", out, progress=at(10, stop))
+    file = work_path(out) / "job.json"
+    begun = json.loads(file.read_text())
+    assert "batch_size" not in begun["environment"]
+    assert list(begun["job"]) == ["model", "config", "calibration", "batch_size", "device"]
+    quantize(job_models, "gptq", out, resume=True)
+    assert contents(out) == undisturbed("gptq")[1]
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor.numpy, lambda ids: pandas.DataFrame({"input_ids": ids.tolist()})])
+def test_sources_that_do_not_compare_as_a_whole_are_reported_by_name(job_models, tmp_path, kind):
+    source = kind(samples(4).input_ids)
+    given = gptqkit.Calibration(source, samples=4, sequence_length=24)
+    for resume in (False, True):
+        result = quantize(job_models, "gptq", tmp_path / "out", calibration=given, resume=resume)
+        assert result.was_finished == resume
+    expected = {"source": type(source).__name__, "samples": 4, "sequence_length": 24}
+    assert result.report.calibration == expected
 
 
 def test_a_finished_job_is_not_resumed_but_reported(job_models, undisturbed, tmp_path, caplog):

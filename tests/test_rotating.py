@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from gptqkit import ArchitectureError, ConfigError, OutputExistsError, cli, rotate
+from gptqkit import ArchitectureError, CheckpointError, ConfigError, OutputExistsError, cli, rotate
 from gptqkit.loading import load_float
 from gptqkit.quantizer.rotation import Rotation
 from support.models import build, samples
@@ -78,6 +78,10 @@ def test_models_of_which_it_is_not_known_are_refused_by_name(tmp_path):
         tmp_path / "gemma"
     )
     with pytest.raises(ArchitectureError, match="Gemma2ForCausalLM cannot be rotated; that is known of Llama"):
+        rotate(tmp_path / "gemma", tmp_path / "out")
+    config = json.loads((tmp_path / "gemma" / "config.json").read_text())
+    (tmp_path / "gemma" / "config.json").write_text(json.dumps({**config, "architectures": 5}))
+    with pytest.raises(CheckpointError, match="architectures must be a list of names"):
         rotate(tmp_path / "gemma", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -219,8 +219,8 @@ def _asked(calibration: Calibration | None) -> dict[str, Any]:
     if calibration is None:
         return {}
     usual = vars(Calibration(None))
-    given = {name: value for name, value in vars(calibration).items() if value != usual[name] or name == "source"}
-    return {**given, "source": public_name(calibration.source)}
+    now = {**vars(calibration), "source": public_name(calibration.source)}  # arrays are not compared
+    return {name: value for name, value in now.items() if value != usual[name] or name == "source"}
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .architecture import read_config
+from .bounds import confined
 from .calibration.halves import has_two_stacks
 from .calibration.samples import load_documents, load_text
 from .calibration.sources import open_source
@@ -169,12 +170,13 @@ def check_named(dataset: Any, config: Evaluation) -> bool:
 
 def check_model(folder: Path, config: Evaluation, *, tokenized: bool) -> None:
     """Refuse a model that lacks a tokenizer for text to be `tokenized`, or positions, before its weights are read."""
+    if folder.is_file():  # GGUF, which holds its own tokenizer
+        return
+    with confined(folder, trusted=config.trust_remote_code):
+        described = read_config(folder, trust_remote_code=config.trust_remote_code)
     if tokenized and not has_tokenizer(folder):
         raise CalibrationError(f"{folder} has no tokenizer, which text needs; give one (tokenizer, --tokenizer)")
-    if config.sequence_length is None or folder.is_file():
-        return
-    described = read_config(folder, trust_remote_code=config.trust_remote_code)
-    if not described.is_encoder_decoder:
+    if config.sequence_length is not None and not described.is_encoder_decoder:
         _check_positions(config.sequence_length, _described_positions(described))
 
 

@@ -213,8 +213,6 @@ class Job:
         self._lock = _locked(self.folder)
         unfinished = _is_unfinished(self.folder)
         environment = {"threads": torch.get_num_threads(), "processes": self._processes.size, **versions()}
-        environment["batch_size"] = identity.get("batch_size")  # one that is smaller may be what lets a job go on
-        identity = {key: value for key, value in identity.items() if key != "batch_size"}
         if not unfinished or (self._overwrite and not resume):
             _clear(self.folder)
             check_target(self.out, overwrite=self._overwrite)
@@ -226,7 +224,9 @@ class Job:
                 f"{self.folder} holds an unfinished job for {self.out.name}; resume it (resume=True, --resume), or "
                 "delete that folder to start again"
             )
-        begun = self._read_json(known)
+        begun, identity = self._read_json(known), dict(identity)
+        for job, place in ((begun["job"], begun["environment"]), (identity, environment)):
+            place["batch_size"] = job.pop("batch_size", None)  # one that is smaller may be what lets a job go on
         different = differences(begun["job"], identity)
         if different:
             raise ResumeError(

@@ -166,7 +166,7 @@ def picture(text: str) -> Path:
 def positive(text: str) -> int:
     """Return a whole number above 0."""
     if not re.fullmatch(r"\d+", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
     return int(text)
 
 

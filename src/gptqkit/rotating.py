@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .errors import ArchitectureError
 from .export.convert import check_apart
+from .export.modules import list_of_names
 from .export.shards import read_json, write_json, write_shards
 from .export.staging import staged
 from .hub import at_home, fetch
@@ -73,7 +74,8 @@ def rotate(model: str | Path, out: str | Path, *, seed: int = 0, revision: str |
     path, out = fetch(model, revision), Path(at_home(out))
     check_apart(path, out)
     described = read_json(path / "config.json")
-    own = [name for name in described.get("architectures") or () if name not in ARCHITECTURES]
+    named = list_of_names(described.get("architectures"), f"{path / 'config.json'}: architectures")
+    own = [name for name in named if name not in ARCHITECTURES]
     if own and "auto_map" in described:  # it could only be opened by running its code
         raise _refusal(own[0])
     source = FloatModel(path)

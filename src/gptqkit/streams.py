@@ -352,8 +352,8 @@ class Streams:
 
     def _check_padding(self) -> None:
         """Refuse padding in the stack probed last where its hidden states are not one for each token."""
-        part, shape = self.batches.parts[len(self.stacks) - 1], self.stacks[-1].shape
-        tokens, states = part.input_ids.shape[1], math.prod(shape[:-1])
+        part = self.batches.parts[len(self.stacks) - 1]
+        tokens, states = part.input_ids.shape[1], self.stacks[-1].shape[-2]  # before them there may be other axes
         if part.attention_mask is not None and states != tokens:
             raise ArchitectureError(
                 f"{type(self.model.model).__name__} makes {states} hidden states of {tokens} tokens, so padding cannot "

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gptqkit.comparing import compare
-from gptqkit.errors import CalibrationError, ConfigError, DatasetUnavailableError
+from gptqkit.errors import CalibrationError, CheckpointError, ConfigError, DatasetUnavailableError
 from gptqkit.evaluating import evaluate
 from gptqkit.evaluation.config import Evaluation
 from gptqkit.loading import load_float
@@ -90,6 +90,7 @@ def test_a_text_that_is_not_there_shows_before_a_model_is_opened(tmp_path):
         ({"dataset": "wikitext-2"}, DatasetUnavailableError, "cannot be read: .*did you mean wikitext2"),
         ({"tokenizer": "nowhere/at/all"}, DatasetUnavailableError, "there is no folder nowhere/at/all"),
         ({"model": "without"}, CalibrationError, "without has no tokenizer, which text needs; give one"),
+        ({"model": "nothing"}, CheckpointError, r"config\.json is missing"),  # rather than a tokenizer
         ({"config": {"sequence_length": 513}}, ConfigError, "sequence_length is 513, but the model has 512"),
     ],
 )
@@ -97,6 +98,7 @@ def test_what_can_be_known_before_weights_are_read_is(
     change, error, said, example_model, text_file, tmp_path, monkeypatch
 ):
     shutil.copytree(example_model, tmp_path / "without", ignore=shutil.ignore_patterns("tokenizer*"))
+    (tmp_path / "nothing").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("gptqkit.evaluating.load_float", None)
     monkeypatch.setattr("gptqkit.comparing.load_float", None)
