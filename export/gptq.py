@@ -13,7 +13,7 @@ solver's grids for version 1 stay below 2^bits, which only files of other progra
 Modules that differ from the common setting are told twice in the config, because readers differ: "dynamic" (GPTQModel,
 vLLM, SGLang: regular expressions on full names, "-:" for modules in floating point) and "modules_in_block_to_quantize"
 (transformers, vLLM). vLLM makes one layer of all experts, which "modules_in_block_to_quantize" does not reach: it asks
-"dynamic" once, for "model.layers.0.mlp.experts", so that name has a pattern beside those of the single Linears.
+"dynamic" once, for "model.layers.0.mlp.experts". Where they are alike, one pattern is for that name and all below it.
 """
 
 from __future__ import annotations
@@ -237,18 +237,18 @@ def _dynamic(
     config: QuantizeConfig, layers: Mapping[str, LayerSpec], skipped: Sequence[str]
 ) -> dict[str, dict[str, int]]:
     """Return by pattern what differs from the common setting: modules, and all experts of a layer if they are alike."""
-    kinds: dict[Setting, list[str]] = defaultdict(list)
-    kinds[None] = [name for name in skipped if experts_of(name) != name]
-    for name, layer in layers.items():
-        if not layer.has(config.bits, config.group_size):
-            size = layer.declared_group
-            kinds[layer.bits, None if size == -1 else size].append(name)
     common = (config.bits, config.group_size)
     experts = parts_of_experts(layers, skipped)
-    for name, parts in experts.items():
-        setting = next(iter(shared_settings(parts, common)), common)
+    alike = {name: found[0] for name, parts in experts.items() if (found := shared_settings(parts, common))}
+    kinds: dict[Setting, list[str]] = defaultdict(list)
+    for name, setting in alike.items():
         if setting != common:
             kinds[setting].append(name)
+    kinds[None] += [name for name in skipped if experts_of(name) not in alike and experts_of(name) != name]
+    for name, layer in layers.items():
+        if not layer.has(*common) and experts_of(name) not in alike:
+            size = layer.declared_group
+            kinds[layer.bits, None if size == -1 else size].append(name)
     universe = [*layers, *skipped, *experts]
     dynamic: dict[str, dict[str, int]] = {}
     for kind, names in kinds.items():

@@ -89,7 +89,10 @@ def shared_settings(parts: Sequence[LayerSpec | None], *preferred: Setting) -> l
 
 
 def patterns_of(sign: str, names: Iterable[str], universe: Iterable[str]) -> list[str]:
-    """Return regular expressions that match exactly `names`, and their fused forms, among the modules of `universe`."""
+    """Return regular expressions that match exactly `names`, and their fused forms, among the modules of `universe`.
+
+    A module that holds all experts of a layer stands for all that is below it, too.
+    """
     blocks: dict[str, set[str]] = defaultdict(set)
     for (prefix, _), numbers in _by_inner(universe).items():
         blocks[prefix] |= numbers
@@ -105,6 +108,7 @@ def patterns_of(sign: str, names: Iterable[str], universe: Iterable[str]) -> lis
             if last in parts and all(chosen.get((prefix, stem + dot + part)) == numbers for part in parts):
                 lasts.append(fused)
         end = re.escape(last) if len(lasts) == 1 else f"(?:{'|'.join(lasts)})"
+        end += r"(?:\..+)?" if experts_of(inner) == inner else ""
         patterns.append(f"{sign}^{re.escape(prefix)}{number}{re.escape(stem + dot)}{end}$")
     return patterns
 

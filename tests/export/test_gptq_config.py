@@ -112,7 +112,7 @@ def as_vllm_builds(values, experts):
 
 
 def mixture(config, stem):
-    """The config of a mixture with experts in blocks 1 and 11 of three, and the names of all Linears."""
+    """The config of a mixture with experts in blocks 1 and 11 of three, and all Linears, None for floating point."""
     parts = {"w1": (64, 96), "w3": (64, 96), "w2": (96, 64)}
     shapes = {f"model.layers.{block}.self_attn.o_proj": (96, 96) for block in (0, 1, 11)}
     shapes |= {f"model.layers.0.mlp.shared_experts.{part}": shape for part, shape in parts.items()}
@@ -124,7 +124,8 @@ def mixture(config, stem):
         for name, each in own.items()
         if each is not None
     }
-    return write_config(config, layers, [f"{name}.weight" for name in shapes if name not in layers]), shapes
+    values = write_config(config, layers, [f"{name}.weight" for name in shapes if name not in layers])
+    return values, {name: layers.get(name) for name in shapes}
 
 
 ROWS = ModuleOverride(group_size=-1)
@@ -152,16 +153,25 @@ COMMON = object()  # as all modules, so that nothing is said of the experts
 )
 def test_vllm_builds_all_experts_of_a_layer_as_they_are(stem, size, overrides, expected):
     config = QuantizeConfig(group_size=size, overrides=overrides)
-    values, names = mixture(config, stem)
-    declared, own = read_config(values, "here"), [each[2:] for each in values.get("dynamic", {}) if "experts$" in each]
+    values, linears = mixture(config, stem)
+    declared, own = read_config(values, "here"), [each[2:] for each in values.get("dynamic", {}) if "experts(" in each]
     for block, kind in expected.items():
         experts = f"model.layers.{block}.{stem}"
         assert any(re.match(pattern, experts) for pattern in own) == (kind is not COMMON)
         built, read = as_vllm_builds(values, experts), declared.for_fused(experts)
         assert built == ((4, size or -1) if kind is COMMON else kind)
         assert built == (read and (read[0], read[1] or -1))  # what our own list of readers goes by
-    others = [*names, f"model.layers.0.{stem}", "model.layers.0.mlp.shared_experts"]
+    others = [
+        f"model.layers.0.{stem}",
+        "model.layers.0.mlp.shared_experts",
+        *(each for each in linears if stem not in each),
+    ]
     assert not any(re.match(pattern, name) for pattern in own for name in others)
+    for name, spec in linears.items():  # as GPTQModel looks up every Linear
+        found = as_vllm_builds(values, name)
+        assert (spec is None) == (found is None), name
+        assert spec is None or spec.has(found[0], None if found[1] == -1 else found[1]), name
+    assert len(own) <= 2  # of layers, not of experts
 
 
 @pytest.mark.parametrize("stacks", [["gate_up_proj", "down_proj"], ["gate_up_proj"]])
