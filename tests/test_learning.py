@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import weakref
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -87,6 +88,10 @@ def test_blocks_come_nearer_to_the_float_model(tmp_path, name, settings):
     for path, error in (("learned", block.error), ("plain", block.error_before)):
         found = size(states[path] - expected) / size(expected)
         assert abs(found - error) < 1e-3 * error
+    before, after = (weights(tmp_path / path) for path in ("plain", "learned"))
+    of_block = [name for name in before if re.search(r"\.(layers|h)\.0\.", name)]
+    changed = [(before[name].codes != after[name].codes).flatten() for name in of_block]
+    assert block.codes_changed == pytest.approx(float(torch.cat(changed).float().mean()))
 
 
 def test_errors_of_an_encoder_weigh_alike(tmp_path):

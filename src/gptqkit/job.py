@@ -49,6 +49,7 @@ from .export.staging import check_target, remove_leftovers, replace_directory, s
 from .identity import differences, versions
 from .quantizer.config import QuantizeConfig
 from .report import ModuleReport
+from .run import LARGEST_BATCH
 from .units import counted
 
 _LOG = logging.getLogger("gptqkit")
@@ -226,7 +227,7 @@ class Job:
             )
         begun, identity = self._read_json(known), dict(identity)
         for job, place in ((begun["job"], begun["environment"]), (identity, environment)):
-            place["batch_size"] = job.pop("batch_size", None)  # one that is smaller may be what lets a job go on
+            place["batch_size"] = job.pop("batch_size", None) or LARGEST_BATCH  # a smaller one may let a job go on
         different = differences(begun["job"], identity)
         if different:
             raise ResumeError(
