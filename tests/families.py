@@ -228,7 +228,7 @@ def put_quantized(model, source, out, modules):
             owner = model.get_submodule(f"{experts}.experts")
             half = matrix in ("gate_proj", "up_proj") and hasattr(owner, "gate_up_proj")
             stack = getattr(owner, "gate_up_proj" if half else matrix).data[int(number)]
-            stack = stack.T if owner.is_transposed else stack
+            stack = stack.T if getattr(owner, "is_transposed", True) else stack  # Llama 4 does not say
             rows = slice(None)
             if half:
                 rows = slice(0, len(weight)) if matrix == "gate_proj" else slice(len(weight), None)

@@ -42,6 +42,10 @@ class EmptyModel:
         model.tie_weights()
         self.stacked = model
         self.model: PreTrainedModel = copy.deepcopy(model)
+        if model.config.get_text_config().model_type == "llama4_text":
+            from .llama4 import mark_experts  # no other model needs transformers' code of it
+
+            mark_experts(self.model)
         self.experts: dict[str, str] = {}
         for name, experts in list(find_stacked(self.model)):
             stacks = {stack: experts._parameters[stack] for stack in stacked_names(experts)}

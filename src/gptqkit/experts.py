@@ -101,8 +101,13 @@ def is_split(module: nn.Module) -> bool:
     return isinstance(module._modules.get("0"), Expert)
 
 
-def _run_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Do what transformers' loops over experts do, with the split experts of `self`."""
+def run_experts(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, inputs: bool = False
+) -> Tensor:
+    """Do what transformers' loops over experts do, with the split experts of `self`.
+
+    The weights are those of outputs, or of `inputs`.
+    """
     if not is_split(self):  # its experts stayed stacked
         out: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
         return out
@@ -110,8 +115,10 @@ def _run_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_we
     for number in torch.unique(top_k_index).tolist():
         if number < self.num_experts:  # some routers number "no expert" so
             tokens, slots = routed_tokens(top_k_index, number)
-            own = self._modules[str(number)](hidden_states[tokens], self)
-            total.index_add_(0, tokens, (own * top_k_weights[tokens, slots, None]).to(total.dtype))
+            entering, weights = hidden_states[tokens], top_k_weights[tokens, slots, None]
+            expert = self._modules[str(number)]
+            own = expert(entering * weights, self) if inputs else expert(entering, self) * weights
+            total.index_add_(0, tokens, own.to(total.dtype))
     return total
 
 
@@ -124,4 +131,4 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return layer
 
 
-ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _run_experts)
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_experts)

@@ -31,6 +31,7 @@ from transformers import (
     AutoTokenizer,
     DeepseekV3Config,
     GptOssConfig,
+    Llama4TextConfig,
     MixtralConfig,
     PhimoeConfig,
     Qwen3MoeConfig,
@@ -83,6 +84,7 @@ MIXTURES: dict[str, tuple[type, dict[str, object]]] = {
     "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 4, "moe_intermediate_size": 128, "head_dim": 32}),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "head_dim": 32}),
     "gpt_oss": (GptOssConfig, {"num_local_experts": 4, "head_dim": 32, "sliding_window": 64}),
+    "llama4_text": (Llama4TextConfig, {"num_local_experts": 4, "head_dim": 32, "intermediate_size_mlp": 128}),
     "phimoe": (PhimoeConfig, {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True}),
     "deepseek_v3": (
         DeepseekV3Config,

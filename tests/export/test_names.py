@@ -42,7 +42,7 @@ MORE = {
         )
     ),
 }
-STACKED_ON_DISK = ("gpt_oss", "granitemoe", "qwen3_vl_moe")
+STACKED_ON_DISK = ("gpt_oss", "llama4", "granitemoe", "qwen3_vl_moe")
 
 
 def make(name):

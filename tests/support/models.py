@@ -5,7 +5,6 @@ import transformers
 from safetensors.torch import load_file
 
 from gptqkit.calibration.samples import Samples
-from gptqkit.experts import is_stacked, stacked_names
 from gptqkit.targets import is_matrix
 
 SIZE = {
@@ -80,6 +79,9 @@ MIXTURES = {
         num_local_experts=4,
         sliding_window=8,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+    "llama4": lambda: transformers.Llama4TextConfig(
+        **GROUPED, **ROUTED, intermediate_size_mlp=96, num_local_experts=4, pad_token_id=0
     ),
 }
 
@@ -165,10 +167,9 @@ def build(name, **changes):
     kind = CLASSES.get(name)
     model = (transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)).eval()
     with torch.no_grad():  # random initial weights are tiny; make the blocks matter, and biases and routers differ
-        for module in model.modules():
-            if is_stacked(module):
-                for stack in stacked_names(module):
-                    getattr(module, stack).mul_(5)
+        for path, parameter in model.named_parameters():
+            if ".experts." in path and parameter.ndim > 1 and not path.endswith(".weight"):
+                parameter.mul_(5)  # of all experts
         for path, module in model.named_modules():
             if path.endswith("relative_attention_bias"):
                 module.weight.normal_()

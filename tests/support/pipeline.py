@@ -74,7 +74,7 @@ def dequantized(path, source, folder):
         tensors[f"{name}.weight"] = dense.T if config["model_type"] in ("gpt2", "openai-gpt") else dense
         if (bias := checkpoint.bias(name)) is not None:
             tensors[f"{name}.bias"] = bias
-    if config["model_type"] == "gpt_oss":
+    if config["model_type"] in ("gpt_oss", "llama4_text"):
         tensors = _stacked(tensors, config["num_local_experts"])
     folder.mkdir()
     save_file(
@@ -92,14 +92,14 @@ def float_matrix(name, source):
     if f"{name}.weight" in source:
         weight = source[f"{name}.weight"]
         return weight.T if any(each.endswith("c_attn.weight") for each in source) else weight
-    path, number, part = name.rsplit(".", 2)  # gpt_oss stacks its experts, (in, out)
+    path, number, part = name.rsplit(".", 2)  # gpt_oss and Llama 4 stack their experts, (in, out)
     stack = source[f"{path}.{'down' if part == 'down_proj' else 'gate_up'}_proj"][int(number)].T
     half = len(stack) // 2
     return {"gate_proj": stack[:half], "up_proj": stack[half:], "down_proj": stack}[part]
 
 
 def _stacked(tensors, experts):
-    """gpt_oss as its files are: experts in one tensor, (in, out), both halves in one."""
+    """gpt_oss or Llama 4 as its files are: experts in one tensor, (in, out), both halves in one."""
     stacked = {name: each for name, each in tensors.items() if not re.search(r"\.experts\.\d", name)}
     for name in tensors.keys() - stacked.keys():
         path, _, part, end = name.rsplit(".", 3)
