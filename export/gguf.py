@@ -68,8 +68,8 @@ def write_model(directory: Path) -> None:
     }
     for key, value in values.items():
         add[type(value)](key, value)
-    if factors is not None:
-        writer.add_tensor_info("rope_freqs.weight", factors.shape, np.dtype(np.float32), factors.nbytes)
+    for name, each in factors.items():
+        writer.add_tensor_info(name, each.shape, np.dtype(np.float32), each.nbytes)
     for name, names in sources.items():
         number, planned = _content([(each, tensors.meta(each)) for each in names], config, recipe, tied=tied)
         kind = GGMLQuantizationType(number)
@@ -77,8 +77,8 @@ def write_model(directory: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    if factors is not None:
-        writer.write_tensor_data(factors.numpy())
+    for each in factors.values():
+        writer.write_tensor_data(each.numpy())
     for names in sources.values():
         _, content = _content([(each, tensors.get(each)) for each in names], config, recipe, tied=tied)
         writer.write_tensor_data(content.numpy())

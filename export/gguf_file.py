@@ -19,7 +19,15 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .blocks import BLOCKS, decode
 from .files import check_file
-from .gguf_model import ARCHITECTURES, Architecture, in_halves, module_name, query_scalar
+from .gguf_model import (
+    ARCHITECTURES,
+    FULL_EVERY,
+    Architecture,
+    in_halves,
+    module_name,
+    query_scalar,
+    yarn_attention_factor,
+)
 
 FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """By ggml's number of the type."""
@@ -35,6 +43,7 @@ _UNREAD = {  # by the name that transformers gives a setting: what its reader of
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 class GgufFile:
@@ -66,10 +75,12 @@ class GgufFile:
         count = self.metadata.get(f"{self.architecture.name}.block_count")
         if blocks != set(range(len(blocks))) or count != len(blocks):
             raise CheckpointError(f"{file} speaks of {count} blocks and holds {len(blocks)}; fetch it again")
-        shape, number, start = header.tensors.get("rope_freqs.weight", ((), -1, 0))
-        if number > 0:
-            raise CheckpointError(f"{file}: rope_freqs.weight is of GGML type {number}; llama.cpp writes F32, type 0")
-        self._factors = (start, number, shape) if number == 0 else None
+        self._factors = {name: header.tensors[name] for name in _FACTORS if name in header.tensors}
+        for name, (_, number, _) in self._factors.items():
+            if number:
+                raise CheckpointError(f"{file}: {name} is of GGML type {number}; llama.cpp writes F32, type 0")
+        if tuple(self._factors) not in ((), _FACTORS[:1], _FACTORS[1:]):
+            raise CheckpointError(f"{file} holds {' and '.join(self._factors)} only; fetch it again")
         self._tensors: dict[str, tuple[int, int, tuple[int, ...], int | None]] = {}
         for name, (shape, number, start) in header.tensors.items():
             for full_name, expert in self._names(name, shape, number):
@@ -133,25 +144,55 @@ class GgufFile:
             config.query_pre_attn_scalar = query_scalar(name, *sizes)
         rope = config.rope_parameters.get("full_attention", config.rope_parameters)  # gemma3
         rope.update(self._rope(config.max_position_embeddings))
+        if rope.get("rope_type") == "longrope" and hasattr(config, "original_max_position_embeddings"):  # phi3
+            config.original_max_position_embeddings = rope["original_max_position_embeddings"]
         rotated, size = get(f"{name}.rope.dimension_count"), get(f"{name}.attention.key_length")
         if rotated and size and rotated != size:  # phi3
             rope["partial_rotary_factor"] = rotated / size
+        pairs = (rotated or size or config.hidden_size // config.num_attention_heads) // 2
+        if any(len(rope.get(key, [0] * pairs)) != pairs for key in ("short_factor", "long_factor")):
+            raise CheckpointError(f"{self._file}: tensors of rotary frequencies do not have {pairs} values")
+        if name in FULL_EVERY:
+            config.layer_types = self._layer_types(config.num_hidden_layers)
+        if name == "gemma3":
+            config.rope_parameters["sliding_attention"]["rope_theta"] = get("gemma3.rope.freq_base_swa", 10000.0)
         return config
+
+    def _layer_types(self, layers: int) -> list[str]:
+        """Return how layers attend, as transformers calls it."""
+        name = self.architecture.name
+        sliding = self.metadata.get(f"{name}.attention.sliding_window_pattern", FULL_EVERY[name])
+        if not self.metadata.get(f"{name}.attention.sliding_window", name == "gemma2"):
+            sliding = [False] * layers
+        if type(sliding) is int:  # where 0 is none
+            sliding = [not sliding or (layer + 1) % sliding for layer in range(layers)]
+        if not isinstance(sliding, list) or len(sliding) != layers:
+            raise CheckpointError(f"{self._file}: sliding_window_pattern is {sliding!r} for {layers} layers")
+        return ["sliding_attention" if each else "full_attention" for each in sliding]
 
     def _rope(self, positions: int) -> dict[str, Any]:
         """Return what the file says of scaled rotary positions, as transformers calls it."""
         own = f"{self.architecture.name}.rope.scaling."
         kind, factor = self.metadata.get(f"{own}type", "none"), self.metadata.get(f"{own}factor", 1.0)
-        if self._factors is not None:  # Llama 3.1's; longrope is the type that takes them as they are
-            start, number, shape = self._factors
-            raw = torch.from_numpy(np.asarray(self._data[start : start + _nbytes(shape, number)]))
-            both = dict.fromkeys(("short_factor", "long_factor"), raw.view(torch.float32).tolist())
-            more = {"factor": 1.0, "attention_factor": 1.0, "original_max_position_embeddings": positions}
-            return {"rope_type": "longrope", **both, **more}
+        original = self.metadata.get(f"{own}original_context_length", positions)
+        scale = self.metadata.get(f"{own}attn_factor", 1.0)
+        if self._factors:  # where both are Llama 3.1's, longrope takes them as they are
+            factors = {
+                f"{length}_factor": self._floats(f"rope_factors_{length}.weight") for length in ("short", "long")
+            }
+            more = {"factor": 1.0, "attention_factor": scale, "original_max_position_embeddings": original}
+            return {"rope_type": "longrope", **factors, **more}
         if kind == "yarn":
-            original = self.metadata[f"{own}original_context_length"]
-            return {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+            more = {"attention_factor": scale * yarn_attention_factor(factor)}
+            return {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original, **more}
         return {"rope_type": kind, "factor": factor} if kind == "linear" else {}
+
+    def _floats(self, name: str) -> list[float]:
+        """Return the values of a tensor of rotary frequencies, or of that which stands for all of them."""
+        shape, number, start = self._factors.get("rope_freqs.weight") or self._factors[name]
+        raw = torch.from_numpy(np.asarray(self._data[start : start + _nbytes(shape, number)]))
+        values: list[float] = raw.view(torch.float32).tolist()
+        return values
 
     def _architecture(self) -> Architecture:
         name = self.metadata.get("general.architecture")
@@ -167,7 +208,7 @@ class GgufFile:
         """Yield the names in transformers' model of one tensor: one, or one per expert."""
         stem, _, suffix = name.rpartition(".")
         module = module_name(stem, self.architecture.modules)
-        if name == "rope_freqs.weight":  # `_rope` reads it
+        if name in _FACTORS:  # `_rope` reads them
             return
         if module is None or suffix not in ("weight", "bias") or (suffix == "bias" and number not in FLOATS):
             raise CheckpointError(f"{self._file} holds {name}, which {self.architecture.name} is not known to have")
@@ -230,7 +271,9 @@ class _Header:
         key, kind = self._text(), self._take("I")
         if key in self.metadata:
             raise ValueError(f"two values of {key}")
-        if kind == _ARRAY:
+        if kind == _ARRAY and key.endswith("sliding_window_pattern"):
+            self.metadata[key] = self._scalars()
+        elif kind == _ARRAY:
             self._skip_array()
         elif kind == _STRING:
             self.metadata[key] = self._text()
@@ -255,6 +298,15 @@ class _Header:
             raise ValueError(f"{length} bytes at {begin}")
         self._place += length
         return begin
+
+    def _scalars(self) -> list[Any]:
+        """Return an array of scalars."""
+        kind, length = self._take("I"), self._take("Q")
+        if kind not in _SCALARS:
+            raise ValueError(f"an array of values of type {kind}")
+        form = f"<{length}{_SCALARS[kind]}"
+        begin = self._skip(length * struct.calcsize(f"<{_SCALARS[kind]}"))
+        return list(struct.unpack_from(form, self._data, begin))
 
     def _skip_array(self) -> None:
         kind, length = self._take("I"), self._take("Q")

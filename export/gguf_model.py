@@ -43,6 +43,10 @@ _GEMMA = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 _THETA = {"mixtral": 1e6, "gemma3_text": 1e6}  # rope_theta of files that do not say it, where it is not 10000
+_WITH_FACTORS = {"llama3": ("llama",), "longrope": ("llama", "phi3")}  # llama.cpp's graphs that divide frequencies
+FULL_EVERY = {"gemma2": 2, "gemma3": 6}
+"""Of so many layers, one attends to all, where llama.cpp is not told which."""
+
 _BLOCK = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _STEM = re.compile(r"blk\.(\d+)\.(.+)")
 
@@ -80,31 +84,43 @@ def _experts(config: Mapping[str, Any]) -> int:
 
 
 def _gemma3(config: Mapping[str, Any]) -> dict[str, Any]:
-    _check_kinds(config, 6, config.get("sliding_window_pattern") or 6)  # where older files say it
-    return {"attention.sliding_window": config["sliding_window"]}
+    cap = config.get("final_logit_softcapping")
+    values = {"final_logit_softcapping": float(cap)} if cap else {}
+    sliding = _sliding(config, config.get("sliding_window_pattern") or FULL_EVERY["gemma3"])
+    if not any(sliding):  # which llama.cpp takes from a file that names no window
+        return values
+    local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    kind, theta = local.get("rope_type", "default"), local.get("rope_theta") or config.get("rope_local_base_freq")
+    if kind != "default":
+        raise ArchitectureError(f"rope_type of sliding attention is {kind!r}; llama.cpp takes 'default' only")
+    if "rope.scaling.attn_factor" in _rope(config):
+        raise ArchitectureError("attention_factor is of full attention only; llama.cpp takes one for all layers")
+    return {**values, **_window(config, sliding, "gemma3"), "rope.freq_base_swa": float(theta or 10000)}
 
 
 def _gemma2(config: Mapping[str, Any]) -> dict[str, Any]:
-    _check_kinds(config, 2, 2)
+    sliding = _sliding(config, FULL_EVERY["gemma2"])
+    if not any(sliding):
+        raise ArchitectureError("layer_types are all full_attention; llama.cpp runs gemma2 with windows only")
     return {
         "attn_logit_softcapping": float(config["attn_logit_softcapping"] or 0),
         "final_logit_softcapping": float(config["final_logit_softcapping"] or 0),
-        "attention.sliding_window": config["sliding_window"],
+        **_window(config, sliding, "gemma2"),
     }
 
 
-def _check_kinds(config: Mapping[str, Any], every: int, pattern: int) -> None:
-    """Refuse a model in which not just every so many layers attend to all; `pattern` is for files that do not list."""
-    layers = config["num_hidden_layers"]
-    wanted, without_list = (
-        ["sliding_attention" if (layer + 1) % each else "full_attention" for layer in range(layers)]
-        for each in (every, pattern)
-    )
-    if (config.get("layer_types") or without_list) != wanted:
-        name, nth = {2: ("gemma2", "second"), 6: ("gemma3", "sixth")}[every]
-        raise ArchitectureError(
-            f"layer_types differ; llama.cpp runs {name} with every {nth} layer attending to all only"
-        )
+def _sliding(config: Mapping[str, Any], every: int) -> list[bool]:
+    """Return which layers see a window only; in files that do not list it, all but every so many."""
+    kinds = config.get("layer_types")
+    layers = range(config["num_hidden_layers"])
+    return [kind == "sliding_attention" for kind in kinds] if kinds else [bool((each + 1) % every) for each in layers]
+
+
+def _window(config: Mapping[str, Any], sliding: list[bool], name: str) -> dict[str, Any]:
+    """Return the metadata of a window, and of the layers that have it where they are not the usual ones."""
+    values = {"attention.sliding_window": config["sliding_window"]}
+    usual = [bool((layer + 1) % FULL_EVERY[name]) for layer in range(len(sliding))]
+    return values if sliding == usual else {**values, "attention.sliding_window_pattern": sliding}
 
 
 _LLAMA = {**_NORMS, **_ATTENTION, **_MLP}
@@ -132,12 +148,7 @@ ARCHITECTURES = {
         name="gemma3",
         modules={**_GEMMA, **_ATTENTION, **_QK_NORMS, **_MLP},
         shift=1.0,
-        expected={
-            **_TANH,
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-            "use_bidirectional_attention": False,
-        },
+        expected={**_TANH, "attn_logit_softcapping": None, "use_bidirectional_attention": False},
         more=_gemma3,
     ),
     "phi3": Architecture(
@@ -172,6 +183,10 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         if config.get(key, value) not in (value, None):
             raise ArchitectureError(f"{key} is {config[key]!r}; llama.cpp runs {kind} with {value!r} only")
     with _complete():
+        if found.name not in _WITH_FACTORS.get(_rope_settings(config)[1], (found.name,)):
+            raise ArchitectureError(
+                f"llama.cpp has no rotary positions of the type {_rope_settings(config)[1]!r} in {kind}"
+            )
         _rope(config)
         rope_factors(config)
         if kind in ("gemma2", "gemma3_text"):
@@ -251,12 +266,15 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {"rope.freq_base": rope["rope_theta"]}
     if kind in ("linear", "yarn"):
         values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+    if kind in ("yarn", "longrope"):
+        values["rope.scaling.original_context_length"] = int(rope["original_max_position_embeddings"])
     if kind == "yarn":
-        values["rope.scaling.original_context_length"] = int(
-            rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
-        )
         _check_yarn(rope)
-    if kind not in ("default", "linear", "yarn", "llama3"):
+        scale = _attention_factor(rope, kind) / yarn_attention_factor(rope["factor"])
+        values |= {} if math.isclose(scale, 1, rel_tol=1e-3) else {"rope.scaling.attn_factor": scale}
+    if kind == "longrope":
+        values |= {"rope.scaling.type": kind, "rope.scaling.attn_factor": _attention_factor(rope, kind)}
+    if kind not in ("default", "linear", "yarn", "llama3", "longrope"):
         raise ArchitectureError(
             f"rotary positions of the type {kind!r} are not written as GGUF here; choose another format"
         )
@@ -265,38 +283,62 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_yarn(rope: Mapping[str, Any]) -> None:
     """Refuse settings of YaRN that llama.cpp does not read for these architectures and has otherwise."""
-    fixed = {"beta_fast": 32, "beta_slow": 1, "attention_factor": 0.1 * math.log(rope["factor"]) + 1}
-    for key, value in (fixed | {"truncate": True, "mscale_all_dim": 0}).items():
+    for key, value in {"beta_fast": 32, "beta_slow": 1, "truncate": True}.items():
         given = value if rope.get(key) is None else rope[key]
         if not math.isclose(given, value, rel_tol=1e-3):
             raise ArchitectureError(f"{key} of yarn is {given!r}; llama.cpp takes {value!r}. Choose another format")
 
 
+def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:
+    """Return by what YaRN multiplies sines and cosines, and llama.cpp by itself with a scale of 1."""
+    return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _attention_factor(rope: Mapping[str, Any], kind: str) -> float:
+    """Return by what transformers multiplies sines and cosines."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    factor: float = rope.get("factor") or rope["positions"] / rope["original_max_position_embeddings"]
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(max(factor, 1)) / math.log(rope["original_max_position_embeddings"]))
+    above, below = rope.get("mscale"), rope.get("mscale_all_dim")
+    above, below = (above, below) if above and below else (1.0, 0.0)
+    return yarn_attention_factor(factor, above) / yarn_attention_factor(factor, below)
+
+
 def _rope_settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Return the settings of rotary positions, as versions of transformers call them, and their type."""
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    local = rope.get("sliding_attention") or {}
     rope = rope.get("full_attention") or rope  # gemma3
-    theta = local.get("rope_theta") or config.get("rope_local_base_freq") or 10000.0
-    if (theta, local.get("rope_type", "default")) != (10000.0, "default"):
-        raise ArchitectureError(f"rope_theta of sliding attention is {theta}; llama.cpp takes 10000")
     rope = {"partial_rotary_factor": config.get("partial_rotary_factor") or 1.0, **rope}
+    positions = config["max_position_embeddings"]
+    trained = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    rope |= {"positions": positions, "original_max_position_embeddings": trained or positions}
     base = float(rope.get("rope_theta") or config.get("rope_theta") or _THETA.get(config["model_type"], 10000.0))
     return {**rope, "rope_theta": base}, str(rope.get("rope_type") or rope.get("type") or "default")
 
 
-def rope_factors(config: Mapping[str, Any]) -> Tensor | None:
-    """Return what llama.cpp divides the rotary frequencies by, (head_dim / 2,) float32, for Llama 3.1's rope."""
+def rope_factors(config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return what llama.cpp divides the rotary frequencies by, (head_dim / 2,) float32, by the tensor's name.
+
+    Llama 3.1's are always the same; of longrope's, llama.cpp takes the long ones if the context that it is started with
+    is longer than the original one, where transformers asks that of the text.
+    """
     rope, kind = _rope_settings(config)
+    if kind == "longrope":
+        return {
+            f"rope_factors_{each}.weight": torch.tensor(rope[f"{each}_factor"], dtype=torch.float32)
+            for each in ("long", "short")
+        }
     if kind != "llama3":
-        return None
+        return {}
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     length = 2 * math.pi * rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
     factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     smooth = (rope["original_max_position_embeddings"] / length - low) / (high - low)
     smooth = smooth.clamp(0, 1)
     factors: Tensor = 1 / ((1 - smooth) / factor + smooth)
-    return factors.float()
+    return {"rope_freqs.weight": factors.float()}
 
 
 def split_name(name: str, modules: Mapping[str, str]) -> tuple[str, int | None] | None:

@@ -315,6 +315,19 @@ def _compressed_rules(facts: Facts) -> Rules:
     ]
 
 
+def _gguf_rules(facts: Facts) -> Rules:
+    model = facts.model_config
+    rope = model.get("rope_parameters") or model.get("rope_scaling")
+    parts = [rope, *rope.values()] if isinstance(rope, dict) else []
+    kinds = [part.get("rope_type", part.get("type")) for part in parts if isinstance(part, dict)]
+    scaled = next((kind for kind in kinds if kind not in (None, "default")), None)
+    return [
+        (("GPTQModel", "SGLang"), True, "was not tried with gguf"),
+        (("AutoGPTQ", "vLLM"), True, "reads no GGUF; quantize the float model for another format"),
+        ((TRANSFORMERS,), scaled, f"leaves out rotary positions of the type {scaled} where it reads GGUF"),
+    ]
+
+
 _RULES: dict[str, Callable[[Facts], Rules]] = {
     "gptq": _gptq_rules,
     "gptq_v2": _gptq_rules,
@@ -323,10 +336,7 @@ _RULES: dict[str, Callable[[Facts], Rules]] = {
         (OTHERS, True, "loads no checkpoints in marlin's layout, which it makes of gptq itself; convert to gptq_v2")
     ],
     "compressed-tensors": _compressed_rules,
-    "gguf": lambda _: [
-        (("GPTQModel", "SGLang"), True, "was not tried with gguf"),
-        (("AutoGPTQ", "vLLM"), True, "reads no GGUF; quantize the float model for another format"),
-    ],
+    "gguf": _gguf_rules,
 }
 
 

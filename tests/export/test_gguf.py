@@ -10,7 +10,8 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from gguf import GGUFReader, GGUFWriter, LlamaFileType, TokenType
+from gguf import GGUFReader, GGUFWriter, Keys, LlamaFileType, TokenType
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import gptqkit
 from gptqkit.architecture import open_config
@@ -104,10 +105,15 @@ def test_architectures(tmp_path, kind):
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5000.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 5000.0, "original_max_position_embeddings": 16}
+LONGROPE |= {"short_factor": [1 + each / 9 for each in range(8)], "long_factor": [1 + each / 2 for each in range(8)]}
 HALF = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}
 ROUTED = {"num_experts_per_tok": 3}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 0.5}
 HEADS = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
+MIXED = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+FULL = {"layer_types": ["full_attention"] * 2}
+PHI = {"pad_token_id": 0, "vocab_size": 32064}  # transformers reads no other
 
 
 @pytest.mark.parametrize(
@@ -119,11 +125,26 @@ HEADS = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
         ("Qwen3", {"head_dim": 32}),
         ("Qwen3Moe", {"head_dim": 32, **ROUTED, "num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}),
         ("Mixtral", {**ROUTED, "num_local_experts": 4}),
-        pytest.param("Phi3", {"pad_token_id": 0, "vocab_size": 32064, "rope_parameters": HALF}, marks=pytest.mark.slow),
+        pytest.param("Phi3", {**PHI, "rope_parameters": HALF}, marks=pytest.mark.slow),
         ("Gemma2", {**HEADS, **CAPS}),
         ("Gemma3Text", {**HEADS, "num_hidden_layers": 6, "rope_parameters": {"full_attention": LINEAR}}),
+        ("Qwen2", {"rope_parameters": {**YARN, "attention_factor": 2.0}}),
+        ("Qwen2", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.3}}),
+        ("Llama", {"rope_parameters": LONGROPE}),
+        ("Llama", {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 64, "attention_factor": 2.0}}),
+        pytest.param(
+            "Phi3",
+            {**PHI, "rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
+            marks=pytest.mark.slow,
+        ),
+        ("Gemma2", {**HEADS, **CAPS, **MIXED}),
+        ("Gemma3Text", {**HEADS, **MIXED, "rope_local_base_freq": 50.0, "final_logit_softcapping": 0.5}),
+        ("Gemma3Text", {**HEADS, **FULL, "rope_parameters": {"full_attention": {**YARN, "attention_factor": 2.0}}}),
     ],
-    ids=["llama3", "linear", "yarn", "Qwen3", "Qwen3Moe", "Mixtral", "Phi3", "Gemma2", "Gemma3"],
+    ids=[
+        *("llama3", "linear", "yarn", "Qwen3", "Qwen3Moe", "Mixtral", "Phi3", "Gemma2", "Gemma3", "yarn-attention"),
+        *("yarn-mscale", "longrope", "longrope-short", "longrope-Phi3", "Gemma2-mixed", "Gemma3-mixed", "Gemma3-full"),
+    ],
 )
 def test_the_file_alone_computes_what_the_folder_does(tmp_path, kind, settings):
     save(build(kind, **{**NARROW, **settings}), tmp_path / "float")
@@ -133,26 +154,76 @@ def test_the_file_alone_computes_what_the_folder_does(tmp_path, kind, settings):
     folder, alone = (gptqkit.load(path, device="cpu", dtype="float32")[0] for path in (out, out / "model.gguf"))
     with torch.no_grad():
         assert_close(alone(ids).logits, folder(ids).logits)
+        named = {reader.name for reader in gptqkit.inspect(out).readers if reader.loads}
+        assert "llama.cpp" in named
+        if "rope_parameters" in settings:  # which transformers leaves out, if it reads the file at all
+            assert "transformers" not in named
+            if kind in ("Llama", "Qwen2"):
+                theirs = transformers.AutoModelForCausalLM.from_pretrained(out, gguf_file="model.gguf")
+                assert float((theirs(ids).logits - folder(ids).logits).abs().max()) > 0.1
 
 
-@pytest.mark.parametrize(("name", "blocks", "width", "scalar"), [("gemma2", 46, 4608, 144), ("gemma3", 62, 5376, 168)])
-def test_queries_of_the_largest_gemmas_are_scaled_as_their_configs_say(tmp_path, name, blocks, width, scalar):
-    writer = GGUFWriter(tmp_path / "model.gguf", name)
+def header(file, name, blocks, **settings):
+    """A file with hardly more than settings, as llama.cpp's converter calls them, and tensors of rotary positions."""
+    writer = GGUFWriter(file, name)
     writer.add_block_count(blocks)
-    writer.add_embedding_length(width)
-    writer.add_head_count(32)
-    writer.add_key_length(128)
+    writer.add_key_length(settings.pop("key_length", 16))
+    factors = settings.pop("factors", {})
+    for key, value in settings.items():
+        getattr(writer, f"add_{key}")(value)
     for block in range(blocks):
         writer.add_tensor(f"blk.{block}.attn_norm.weight", np.zeros(8, np.float32))
+    for each, values in factors.items():
+        writer.add_tensor(f"{each}.weight", np.array(values, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    config = open_config(tmp_path / "model.gguf").to_dict()
+    return file
+
+
+@pytest.mark.parametrize(("name", "blocks", "width", "scalar"), [("gemma2", 46, 4608, 144), ("gemma3", 62, 5376, 168)])
+def test_queries_of_the_largest_gemmas_are_scaled_as_their_configs_say(tmp_path, name, blocks, width, scalar):
+    own = {"embedding_length": width, "head_count": 32, "key_length": 128}
+    config = open_config(header(tmp_path / "model.gguf", name, blocks, **own)).to_dict()
     assert config["query_pre_attn_scalar"] == scalar
     metadata({**config, "sliding_window": 8})
     with pytest.raises(ArchitectureError, match=f"query_pre_attn_scalar is 128; llama.cpp takes {scalar}"):
         metadata({**config, "query_pre_attn_scalar": 128})
+
+
+@pytest.mark.parametrize(
+    ("said", "full"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5, 6]),
+        ({"sliding_window": 8}, [5]),
+        ({"sliding_window": 8, "sliding_window_pattern": 3}, [2, 5]),
+        ({"sliding_window": 8, "sliding_window_pattern": 0}, []),
+        ({"sliding_window": 8, "sliding_window_pattern": [True, False, True, True, True, True, False]}, [1, 6]),
+    ],
+)
+def test_layers_with_a_window_are_those_that_llama_cpp_takes(tmp_path, said, full):
+    config = open_config(header(tmp_path / "model.gguf", "gemma3", 7, **said))
+    assert [layer for layer, kind in enumerate(config.layer_types) if kind == "full_attention"] == full
+    with pytest.raises(CheckpointError, match=r"sliding_window_pattern is \[True\] for 7 layers"):
+        open_config(header(tmp_path / "other.gguf", "gemma3", 7, sliding_window=8, sliding_window_pattern=[True]))
+
+
+def test_factors_of_phi3_are_read_as_llama_cpp_takes_them(tmp_path):
+    own = {"context_length": 64, "rope_scaling_orig_ctx_len": 16, "rope_scaling_attn_factors": 1.25}
+    own |= {"embedding_length": 64, "head_count": 4}
+    both = {"rope_factors_long": [4.0] * 8, "rope_factors_short": [2.0] * 8}
+    config = open_config(header(tmp_path / "model.gguf", "phi3", 1, factors=both, **own))
+    for length, factor in ((16, 2.0), (17, 4.0)):
+        frequencies, scale = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=length)
+        assert scale == 1.25
+        assert float(frequencies[0]) == 1 / factor
+    both["rope_factors_long"] = [4.0]
+    with pytest.raises(CheckpointError, match="tensors of rotary frequencies do not have 8 values"):
+        open_config(header(tmp_path / "short.gguf", "phi3", 1, factors=both, **own))
+    del both["rope_factors_short"]
+    with pytest.raises(CheckpointError, match=r"holds rope_factors_long\.weight only"):
+        open_config(header(tmp_path / "other.gguf", "phi3", 1, factors=both, **own))
 
 
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
@@ -266,11 +337,9 @@ def test_what_gptq_cannot_hold_does_not_go_back(tmp_path):
         gptqkit.convert(tmp_path / "wide", tmp_path / "awq", format="awq")
 
 
-ALTERNATING = ["full_attention", "sliding_attention"]
-ROPES = {
-    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
-}
+LLAMA3_ROPE = {**LLAMA3, "original_max_position_embeddings": 32}
+LOCAL = {"full_attention": {"rope_type": "default"}, "sliding_attention": {**LINEAR}}
+STRETCHED = {"full_attention": {**YARN, "attention_factor": 2.0}}
 
 
 @pytest.mark.parametrize(
@@ -280,12 +349,13 @@ ROPES = {
         ("Qwen3Moe", {"norm_topk_prob": False}, "norm_topk_prob is False; llama.cpp runs qwen3_moe with True only"),
         ("Qwen3Moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
         ("Gemma2", {"query_pre_attn_scalar": 8}, "query_pre_attn_scalar is 8; llama.cpp takes 16"),
-        ("Gemma2", {"layer_types": ALTERNATING}, "layer_types differ; llama.cpp runs gemma2 with every second"),
+        ("Gemma2", FULL, "layer_types are all full_attention; llama.cpp runs gemma2 with windows only"),
         ("Gemma3Text", {"query_pre_attn_scalar": 8}, "query_pre_attn_scalar is 8; llama.cpp takes 16"),
         ("Gemma3Text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
-        ("Gemma3Text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
-        ("Gemma3Text", {"layer_types": ALTERNATING}, "layer_types differ; llama.cpp runs gemma3 with every sixth"),
-        ("Gemma3Text", {"rope_parameters": ROPES}, "rope_theta of sliding attention is 5000.0; llama.cpp takes 10000"),
+        ("Gemma3Text", {"rope_parameters": LOCAL}, "rope_type of sliding attention is 'linear'; llama.cpp takes 'def"),
+        ("Gemma3Text", {"rope_parameters": STRETCHED}, "attention_factor is of full attention only; llama.cpp takes"),
+        ("Qwen2", {"rope_parameters": LLAMA3_ROPE}, "llama.cpp has no rotary positions of the type 'llama3' in qwen2"),
+        ("Qwen2", {"rope_parameters": LONGROPE}, "llama.cpp has no rotary positions of the type 'longrope' in qwen2"),
     ],
 )
 def test_settings_that_llama_cpp_does_not_have_are_refused_by_name(kind, changed, message):
@@ -327,6 +397,7 @@ OLDER = {"rope_theta": 2e6, "rope_local_base_freq": 1e4, "sliding_window_pattern
         ({}, 2e6, None),
         ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 2e6, 8.0),
         ({"rope_theta": None, "rope_local_base_freq": None, "sliding_window_pattern": None}, 1e6, None),
+        ({"sliding_window_pattern": 3, "rope_local_base_freq": 5e3}, 2e6, None),
     ],
 )
 def test_gemma3_where_older_files_have_its_settings(said, theta, factor):
@@ -339,21 +410,7 @@ def test_gemma3_where_older_files_have_its_settings(said, theta, factor):
     assert found["gemma3.rope.freq_base"] == config.rope_parameters["full_attention"]["rope_theta"] == theta
     assert found.get("gemma3.rope.scaling.factor") == factor
     assert found["gemma3.attention.sliding_window"] == 8
-
-
-@pytest.mark.parametrize(
-    ("said", "message"),
-    [
-        ({"sliding_window_pattern": 3}, "layer_types differ"),
-        ({"rope_local_base_freq": 5e3}, "rope_theta of sliding attention is 5000.0"),
-    ],
-)
-def test_gemma3_of_older_files_that_llama_cpp_does_not_run(said, message):
-    older = {**NARROW, "num_hidden_layers": 7, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
-    older |= {**OLDER, **said, "rms_norm_eps": 1e-6}
-    for config in (older | {"model_type": "gemma3_text"}, transformers.Gemma3TextConfig(**older).to_dict()):
-        with pytest.raises(ArchitectureError, match=message):
-            metadata(config)
+    assert found["gemma3.rope.freq_base_swa"] == config.rope_parameters["sliding_attention"]["rope_theta"]
 
 
 def test_settings_that_files_of_other_programs_leave_out():
@@ -506,6 +563,29 @@ def test_llama3_frequencies_are_those_of_transformers(tmp_path):
     plain = 10000.0 ** (-torch.arange(0, 16, 2) / 16)
     found = tensors(tmp_path / "out" / "model.gguf")["rope_freqs.weight"][0]
     assert torch.allclose(plain / found, model.model.rotary_emb.inv_freq, rtol=1e-5)
+
+
+@pytest.mark.parametrize("said", [{}, {"factor": 2.0}, {"attention_factor": 1.5}], ids=str)
+def test_longrope_is_written_as_transformers_computes_it(tmp_path, said):
+    """As Phi-3's files have it: beside the settings, or among them, the length that short factors are for."""
+    rope = {**LONGROPE, **said}
+    original = rope.pop("original_max_position_embeddings")
+    settings = {**NARROW, "pad_token_id": 0, "rope_parameters": rope, "original_max_position_embeddings": original}
+    config = transformers.Phi3Config(**copy.deepcopy(settings))
+    _, scale = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"))
+    kind = rope.pop("rope_type")
+    older = {**PHI3, "rope_scaling": {**rope, "type": kind}, "original_max_position_embeddings": original}
+    for found in (metadata(config.to_dict()), metadata({**older, "rope_theta": 5000.0})):
+        assert found[Keys.Rope.SCALING_ATTN_FACTOR.format(arch="phi3")] == pytest.approx(scale)
+        assert found[Keys.Rope.SCALING_ORIG_CTX_LEN.format(arch="phi3")] == original
+        assert found[Keys.Rope.SCALING_TYPE.format(arch="phi3")] == "longrope"
+    save(build(**{**NARROW, "num_hidden_layers": 1}, rope_parameters=LONGROPE), tmp_path / "float")
+    quantize(tmp_path / "float", tmp_path / "out", tokens(2), type="Q8_0", method="rtn", group_size=128, sym=True)
+    found = tensors(tmp_path / "out" / "model.gguf")
+    for length in ("long", "short"):
+        written, kind = found[f"rope_factors_{length}.weight"]
+        assert kind == "F32"
+        assert torch.equal(written, torch.tensor(LONGROPE[f"{length}_factor"]))
 
 
 def test_the_folder_is_checked_like_any_other(tmp_path):
