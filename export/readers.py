@@ -37,6 +37,9 @@ Rules: TypeAlias = "list[tuple[Sequence[str], object, str]]"
 _MIXTURES = ("deepseek_v3", "gpt_oss", "mixtral", "phimoe", "qwen3_moe")
 """Types of mixtures of experts that GPTQModel and vLLM were tried with, in GPTQ's formats."""
 
+_LLAMA4 = ("llama4", "llama4_text")
+"""Those that GPTQModel alone was tried with."""
+
 _UNCONFIRMED = ("deepseek_v3", "phimoe")
 """Those of which vLLM's answers on a CPU were further off than kernels explain, or which it cannot run there."""
 
@@ -262,7 +265,8 @@ def _mixture_rules(facts: Facts) -> Rules:
     unlike_common = whole or any(setting != common for setting in built.values())
     return [
         (("SGLang", "AutoGPTQ"), experts, "was not tried with mixtures of experts"),
-        (("GPTQModel", "vLLM"), experts and kind not in _MIXTURES, f"was not tried with the experts of {kind}"),
+        (("GPTQModel",), experts and kind not in (*_MIXTURES, *_LLAMA4), f"was not tried with the experts of {kind}"),
+        (("vLLM",), experts and kind not in _MIXTURES, f"was not tried with the experts of {kind}"),
         (
             (TRANSFORMERS,),
             any(map(experts_of, facts.layers)),

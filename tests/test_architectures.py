@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import gptqkit
 from gptqkit.quantizer import gptq
-from support.models import GROUPED, MIXTURES, MODELS, OTHERS, SIZE, build, samples, save
+from support.models import MIXTURES, MODELS, OTHERS, SIZE, build, samples, save
 from support.pipeline import assert_close, dequantized, float_matrix, outputs, quantize
 
 # All bits, grids and formats, spread over the architectures beside methods, orders and dtypes of the files.

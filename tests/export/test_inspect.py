@@ -306,3 +306,11 @@ def test_vllm_loads_gpt_oss_in_none_of_our_formats(material, tmp_path):
     made = material(format="gptq")
     made.model_config["model_type"] = "gpt_oss"
     assert "MXFP4 and floating point only" in refusals(made.write(tmp_path / "out"))["vLLM"]
+
+
+def test_the_experts_of_llama_4_were_tried_with_gptqmodel_alone(material, tmp_path):
+    made = mixture(material, {})
+    made.model_config["model_type"] = "llama4_text"
+    found = refusals(made.write(tmp_path / "out"))
+    assert "GPTQModel" not in found
+    assert "not tried with the experts of llama4_text" in found["vLLM"]
