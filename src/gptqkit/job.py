@@ -39,11 +39,9 @@ from typing import Any
 
 import torch
 
-from .assembly import record_of
 from .calibration.cache import ActivationCache, Handed
 from .distributed import Processes
 from .errors import CheckpointError, GptqkitError, OutputExistsError, RankError, ResumeError
-from .export.checkpoint import Checkpoint
 from .export.shards import digest, read_json, some
 from .export.staging import check_target, remove_leftovers, replace_directory, sync_directory
 from .identity import differences, versions
@@ -165,11 +163,14 @@ class Job:
         return self.folder / ("head" if layer is None else f"block-{layer:05}")
 
     def commit(
-        self, layer: int | None, part: Checkpoint, reports: list[ModuleReport], progress: Mapping[str, Any]
+        self, layer: int | None, written: Mapping[str, Any], reports: list[ModuleReport], progress: Mapping[str, Any]
     ) -> None:
-        """Let a block that was written count from now on; `progress` is what else the next process must know."""
+        """Let a block that was written count from now on; `written` is its `record_of`.
+
+        `progress` is what else the next process must know.
+        """
         rows = [dataclasses.asdict(report) for report in reports]
-        record = {"number": len(self.records), **record_of(part), "reports": rows}
+        record = {"number": len(self.records), **written, "reports": rows}
         record |= {"seconds": self.seconds, **progress}
         self._write_json(f"{self.stem(layer).name}.json", record)
         self.records.append(record)
