@@ -148,6 +148,7 @@ def quantize(
         check_agreement(processes, identity)
         with Job(out, identity, processes, resume=run.resume, overwrite=run.overwrite) as job:
             job.check_shared()
+            run = replace(run, batch_size=job.batch_size)
             with explained_memory():
                 if config.chooses_bits and samples is not None:
                     config = job.chosen() or job.choose(
