@@ -32,7 +32,7 @@ from .errors import ArchitectureError
 from .job import states_file
 from .model import FloatModel
 from .solving import Measured
-from .stacks import Stack, hidden_states, probe_stack
+from .stacks import Stack, added_behind, hidden_states, probe_stack
 from .subsets import Group, Portion, group_subsets, portions
 from .targets import Target, output_layer
 
@@ -78,9 +78,10 @@ class Streams:
         Hidden states are kept in `place`, on disk in `folder`, where those that a job `saved` are, too.
         """
         self._folder, self._dtype, self._place = folder, dtype, place
-        for blocks in self.model.stacks:
+        for number, blocks in enumerate(self.model.stacks):
             before = self._before(range(1), blocks.start, "hidden")
             self.stacks.append(probe_stack(self.model, blocks, self.batches, before, dtype))
+            self.batches.added[number] = added_behind(self.model, self.stacks[-1], self.batches, number, before)
             self._check_padding()
         if saved is None:
             return 0
@@ -279,9 +280,11 @@ class Streams:
 
     def of_tokens(self, states: Tensor, batch: range) -> Tensor:
         """Return hidden states, samples first, with 0 for padding and samples left out."""
-        apart = ~self.batches.mask(batch, self.batches.stack)
-        if states.shape[-2] != apart.shape[1]:  # not a state per token
-            apart = apart.all(1, keepdim=True)
+        mask = self.batches.mask(batch, self.batches.stack)
+        if states.shape[-2] == mask.shape[1] + self.batches.added[self.batches.stack]:
+            apart = ~self.batches.of_states(batch, states.shape[-2])
+        else:  # not a state per token
+            apart = ~mask.any(1, keepdim=True)
         return states.masked_fill(apart.view(len(batch), *[1] * (states.dim() - 3), -1, 1), 0)
 
     def first_sample(self, layer: int) -> Callable[[nn.Module], Tensor] | None:
@@ -358,9 +361,10 @@ class Streams:
 
     def _check_padding(self) -> None:
         """Refuse padding in the stack probed last where its hidden states are not one for each token."""
-        part = self.batches.parts[len(self.stacks) - 1]
+        number = len(self.stacks) - 1
+        part, added = self.batches.parts[number], self.batches.added[number]
         tokens, states = part.input_ids.shape[1], self.stacks[-1].shape[-2]  # before them there may be other axes
-        if part.attention_mask is not None and states != tokens:
+        if part.attention_mask is not None and states != tokens + added:
             raise ArchitectureError(
                 f"{type(self.model.model).__name__} makes {states} hidden states of {tokens} tokens, so padding cannot "
                 "be told apart in its blocks; calibrate on whole samples (concatenate=True)"
