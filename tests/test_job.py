@@ -577,10 +577,10 @@ def test_a_finished_job_is_not_resumed_but_reported(job_models, undisturbed, tmp
 @pytest.mark.parametrize(
     ("error", "advice"),
     [
-        (KeyboardInterrupt, "resume the job"),
-        (OSError, "resume the job"),
-        (Stop, "resume the job"),
-        (DoesNotFitError, "resume the job"),
+        (KeyboardInterrupt, "resume the job (resume=True, --resume)"),
+        (OSError, "resume the job (resume=True, --resume)"),
+        (Stop, "resume the job (resume=True, --resume)"),
+        (DoesNotFitError, "resume the job (resume=True, --resume)"),
         (ArchitectureError, "resumed, the job would fail again"),
         (CheckpointError, "resumed, the job would fail again"),
     ],

@@ -128,7 +128,7 @@ class Job:
             return
         again = isinstance(error, (OSError, MemoryError, RankError)) or not isinstance(error, GptqkitError)
         if self.records or (again and (self.folder / "chosen.json").exists()):
-            advice = "resume the job to go on from there" if again else "resumed, the job would fail again"
+            advice = "resume the job (resume=True, --resume)" if again else "resumed, the job would fail again"
             kept = f"what is finished ({counted(len(self.records), 'block')})" if self.records else "the choice of bits"
             _LOG.warning("%s is kept in %s; %s", kept, self.folder, advice)
             self._unlock()
