@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..errors import ArchitectureError, NonFiniteError
 from ..units import counted
@@ -26,7 +27,9 @@ class Batches:
     Attributes:
         parts: What each stack of the model gets of the samples (see `halves`).
         stack: Number of the stack whose blocks are at work.
-        across: Whether its modules receive (length, samples, ...): tokens of neighbouring samples, one after another.
+        across: Whether its modules receive (length, samples, ...): tokens of neighbouring samples, one after another;
+            where the shape of what a module receives says otherwise, that counts.
+        added: How many hidden states each stack adds behind the tokens of every sample, as padding of its own.
         mine: The samples of this process.
         size: Samples per batch, at most; it is halved where memory runs out.
         counts: (samples,) bool, False for samples left out.
@@ -36,7 +39,7 @@ class Batches:
         self, samples: Samples, parts: Sequence[Samples], mine: range, size: int, device: torch.device
     ) -> None:
         self.samples, self.parts, self.mine, self.size, self.device = samples, parts, mine, size, device
-        self.stack, self.across = 0, False
+        self.stack, self.across, self.added = 0, False, [0] * len(parts)
         self.counts = torch.ones(len(samples.input_ids), dtype=torch.bool)
 
     def results(self, work: Callable[[range], _Result]) -> Iterator[tuple[range, _Result]]:
@@ -65,7 +68,12 @@ class Batches:
 
         A decoder's modules receive its own tokens, or those of the encoder: these are fewer.
         """
-        known = (stack for stack in range(self.stack, -1, -1) if self._length(stack) * samples == rows)
+        each = {stack: self._length(stack) for stack in range(self.stack, -1, -1)}
+        known = (
+            stack
+            for stack, length in each.items()
+            if rows in (samples * length, samples * (length + self.added[stack]))
+        )
         return next(known, None)
 
     def split(self) -> tuple[range, range]:
@@ -102,8 +110,10 @@ class Batches:
         flat = [stream.reshape(-1, stream.shape[-1]) for stream in streams]
         count = len(flat[0])
         stack = None if routed or tokens is not None else self.stack_of(count, len(batch))
-        mask = self.mask(batch, self.stack if stack is None else stack)
-        if stack is not None:
+        if stack is None:
+            mask = self.of_states(batch, self._length(self.stack) + self.added[self.stack])
+        else:
+            mask = self.of_states(batch, count // len(batch), stack)
             tokens = torch.arange(count, device=mask.device)
         if tokens is None:
             if not bool(mask.all()):
@@ -113,8 +123,9 @@ class Batches:
                 )
             return flat
         broken = torch.stack([_broken(stream) for stream in flat]).any(0)
-        inner = len(mask) if self.across else mask.shape[1]
-        place = (tokens % inner, tokens // inner) if self.across else (tokens // inner, tokens % inner)
+        across = self._across(streams[0], mask)
+        inner = len(mask) if across else mask.shape[1]
+        place = (tokens % inner, tokens // inner) if across else (tokens // inner, tokens % inner)
         bad = torch.unique(place[0][broken & mask[place]]).cpu()
         if len(bad):
             if not skip:
@@ -128,6 +139,12 @@ class Batches:
             return flat
         keep = mask[place]
         return [stream[keep] for stream in flat]
+
+    def _across(self, stream: Tensor, mask: Tensor) -> bool:
+        """Return which axis of what a module receives is that of samples; Longformer's attention turns them."""
+        samples, length = mask.shape
+        known = {torch.Size([samples, length]): False, torch.Size([length, samples]): True}
+        return self.across if samples == length else known.get(stream.shape[:-1], self.across)
 
     def settle(self, counts: Sequence[Tensor], where: str) -> None:
         """Leave out what any process left out, by the `counts` of all; `where` is the module, for messages."""
@@ -147,6 +164,14 @@ class Batches:
         counts = self.counts[rows, None].expand(-1, self._length(stack))
         mask = self.parts[stack].attention_mask
         return (counts if mask is None else counts & mask[rows]).to(self.device)
+
+    def of_states(self, batch: range, length: int, stack: int | None = None) -> Tensor:
+        """Return the mask of so many hidden states of each sample, of the stack at work if none is given.
+
+        Those that the model adds behind the tokens do not count.
+        """
+        mask = self.mask(batch, self.stack if stack is None else stack)
+        return functional.pad(mask, (0, length - mask.shape[1]))
 
 
 def _broken(rows: Tensor) -> Tensor:

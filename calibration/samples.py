@@ -90,11 +90,11 @@ def load_samples(
         draw = _join if calibration.concatenate else _pick
         chosen = draw(opened, calibration, tokenizer, sequence_length)
         if len(chosen) < calibration.samples:
-            fewer = f"samples={len(chosen)} (--samples {len(chosen)}), or " if chosen else ""
+            fewer = f", samples={len(chosen)} (--samples {len(chosen)})," if chosen else ""
             found = counted(len(chosen), "sample")
             raise CalibrationError(
                 f"{opened.name} gives {found} of {counted(sequence_length, 'token')}, and samples is "
-                f"{calibration.samples}; give more text, {fewer}a smaller sequence_length (--sequence-length)"
+                f"{calibration.samples}; give more text{fewer} or a smaller sequence_length (--sequence-length)"
             )
     _check(chosen, vocab_size, opened.name)
     candidates = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))

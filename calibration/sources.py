@@ -50,12 +50,15 @@ def open_source(
 ) -> Documents:
     """Open a source of any kind that `Calibration` lists; `partial` where the first documents may be enough.
 
-    Without a `column`, it is found; without a `split`, "train" is taken, or for `evaluation` the test split.
+    One that is open is returned as it is. Without a `column`, it is found; without a `split`, "train" is taken, or for
+    `evaluation` the test split.
 
     Raises:
         CalibrationError: The source is empty, damaged, of an unknown kind, or has no such column or split.
         DatasetUnavailableError: A file does not exist, or the Hub cannot be reached.
     """
+    if isinstance(source, Documents):
+        return source
     if isinstance(source, (str, Path)):
         source = at_home(source)
     if isinstance(source, str) and (

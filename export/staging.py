@@ -112,10 +112,11 @@ def check_target(target: Path, *, overwrite: bool | None) -> None:
         raise OSError(f"{target} is a mount point, in whose place no directory can be put; choose one inside it")
     if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
         return
+    replaceable = target.is_dir() and _holds_quantized_model(target)
     if not overwrite:
-        how = "" if overwrite is None else ", or overwrite it (--overwrite)"
+        how = ", or overwrite it (overwrite=True, --overwrite)" if replaceable and overwrite is not None else ""
         raise OutputExistsError(f"{target} exists already; choose another directory{how}")
-    if not target.is_dir() or not _holds_quantized_model(target):
+    if not replaceable:
         raise OutputExistsError(
             f"{target} holds something other than a quantized model, so it is not overwritten; choose another directory"
         )

@@ -182,13 +182,25 @@ def test_the_table_and_json_have_what_evaluate_and_inspect_say(
     assert capsys.readouterr().out.splitlines()[0].split()[-1] == "perplexity"
 
 
-@pytest.mark.parametrize("which", ["not quantized", "not there", "damaged", "another model", "reference quantized"])
+WORDS = {
+    "not quantized": "is not quantized",
+    "neither quantized nor with a tokenizer": "is not quantized",
+    "without a tokenizer": "has no tokenizer, which text needs; copy one there",
+    "another model": "hidden_size is 256 and 64",
+    "reference quantized": "is quantized",
+}
+
+
+@pytest.mark.parametrize("which", [*WORDS, "not there", "damaged"])
 def test_what_cannot_be_compared_is_one_line_before_any_work(checkpoints, example_model, text, which, tmp_path, capsys):
     other, more = tmp_path / "other", []
     if which == "not quantized":
         other = example_model
     elif which == "reference quantized":
         other, more = checkpoints / "b2", ["--reference", str(checkpoints / "b2")]
+    elif "tokenizer" in which:
+        source = example_model if "quantized" in which else checkpoints / "b2"
+        shutil.copytree(source, other, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
     elif which != "not there":
         shutil.copytree(checkpoints / "b2", other)
         if which == "damaged":
@@ -209,8 +221,7 @@ def test_what_cannot_be_compared_is_one_line_before_any_work(checkpoints, exampl
     assert cli.main(command) == 1
     out, error = capsys.readouterr()
     assert out == ""
-    words = {"another model": "hidden_size is 256 and 64", "reference quantized": "is quantized"}
-    assert re.fullmatch(rf"gptqkit: error: .*{words.get(which, '')}.*\n", error)
+    assert re.fullmatch(rf"gptqkit: error: .*{WORDS.get(which, '')}.*\n", error)
     assert str(other) in error
 
 

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 import gptqkit
-from gptqkit import job
+from gptqkit import assembly, job
 from gptqkit.api import explained_memory
 from gptqkit.calibration.samples import Samples
 from gptqkit.distributed import Processes, join
 from gptqkit.errors import AbandonedError, DoesNotFitError, GptqkitError, RankError
 from gptqkit.job import work_path
+from gptqkit.kernels.linear import QuantLinear
 from gptqkit.model import FloatModel
 from gptqkit.progress import silent
 from gptqkit.sensitivity import sensitivities
@@ -118,6 +119,33 @@ def test_losses_are_those_of_samples_that_count_whichever_process_has_them(job_m
     for name, expected in alone.items():
         assert max(expected) > 0
         assert both[name] == pytest.approx(expected, rel=1e-4), name
+
+
+def built_wrongly(models, ids, out):
+    """Do a job in which layers are built with other scales than those that were written."""
+    plain = assembly.install
+
+    def install(model, *given, **how):
+        plain(model, *given, **how)
+        for module in model.model.modules():
+            if isinstance(module, QuantLinear):
+                module.scale.mul_(2)
+
+    pytest.MonkeyPatch().setattr(assembly, "install", install)
+    facts(models, "padded", out, calibration=gptqkit.Calibration(ids, sequence_length=24))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_was_written_runs_on_a_sample_that_counts_whichever_process_has_one(job_models, rank, tmp_path):
+    """The other process leaves out all of its samples, which are two."""
+    ids = samples(4).input_ids.clamp_(max=94)
+    ids[2 - 2 * rank : 4 - 2 * rank, 3] = 95
+    for ended in processes(built_wrongly, job_models, ids, tmp_path / "out", size=2, log=tmp_path / "log"):
+        assert ended.code == 0, ended.text
+    found = learned(tmp_path, range(2))
+    assert found[rank]["error"] == "CheckpointError"
+    assert found[1 - rank]["error"] == "AbandonedError"
+    assert all("block 0 computes something else" in each["message"] for each in found)
 
 
 def cut_short(models, out, rank, layer, end):

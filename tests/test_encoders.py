@@ -11,7 +11,7 @@ import gptqkit
 from gptqkit.errors import CheckpointError, ConfigError
 from gptqkit.evaluating import default_length, is_encoder
 from support.models import SIZE, build, samples, save
-from support.pipeline import dequantized, quantize
+from support.pipeline import dequantized, quantize, weights
 
 TEXTS = samples(9, 12).input_ids
 CPU = gptqkit.Evaluation(device="cpu")
@@ -147,3 +147,55 @@ def test_positions_that_begin_behind_the_padding_are_counted(tmp_path):
     run = gptqkit.Run(device="cpu")
     config = gptqkit.QuantizeConfig(group_size=32)
     assert gptqkit.quantize(model, ids, tmp_path / "out", config, run=run).report.sequence_length == 62
+
+
+PADDING_THEMSELVES = {  # to a multiple of 16, and where their first Linear is
+    "longformer": (
+        lambda: transformers.LongformerModel(
+            transformers.LongformerConfig(**SIZE, intermediate_size=96, attention_window=16, pad_token_id=0)
+        ),
+        "encoder.layer.0.attention.self.query",
+    ),
+    "led": (
+        lambda: transformers.LEDForConditionalGeneration(
+            transformers.LEDConfig(
+                **{f"{stack}_{name}": 2 for stack in ("encoder", "decoder") for name in ("layers", "attention_heads")},
+                vocab_size=96,
+                d_model=64,
+                encoder_ffn_dim=96,
+                decoder_ffn_dim=96,
+                max_encoder_position_embeddings=64,
+                max_decoder_position_embeddings=64,
+                attention_window=16,
+                decoder_start_token_id=2,
+                pad_token_id=0,
+            )
+        ),
+        "led.encoder.layers.0.self_attn.longformer_self_attn.query",
+    ),
+}
+
+
+@pytest.mark.parametrize(("length", "padded"), [(46, False), (46, True), (48, True)])
+@pytest.mark.parametrize("name", PADDING_THEMSELVES)
+def test_what_a_model_adds_as_padding_of_its_own_does_not_count(name, length, padded, tmp_path):
+    """By what its first Linear receives in whole forward passes, samples second, at the places of tokens."""
+    make, first = PADDING_THEMSELVES[name]
+    torch.manual_seed(0)
+    model, tokens, received = make().eval(), samples(6, length, padded=padded), []
+    query = model.get_submodule(first)
+    query.register_forward_pre_hook(lambda _, given: received.append(given[0]))
+    counts = torch.full((6,), length) if tokens.attention_mask is None else tokens.attention_mask.sum(1)
+    if model.config.is_encoder_decoder:  # the first half
+        counts = counts // 2
+    ids = tokens.input_ids[:, : counts.max()]
+    mask = torch.arange(ids.shape[1]) < counts[:, None]
+    with torch.no_grad():
+        model(ids, attention_mask=mask.long())
+    assert received[0].shape[:2] == (-(-ids.shape[1] // 16) * 16, 6)
+    rows = received[0].transpose(0, 1)[:, : ids.shape[1]][mask].double()
+    report = quantize(model, tmp_path / "out", tokens, method="rtn", bits=2).report.modules[0]
+    assert (report.name, report.tokens) == (first, len(rows))
+    weight = query.weight.detach().double()
+    lost = rows @ (weight - weights(tmp_path / "out")[first].dequantize().double()).T
+    assert report.error == pytest.approx(float(lost.norm() / (rows @ weight.T).norm()), rel=1e-4)

@@ -248,6 +248,20 @@ def test_out_of_memory_halves_the_batch_for_good(job_models, tmp_path, monkeypat
     assert small == two == again
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"), [(4, ["batch_size stays 1, with which the job was begun, instead of 4"]), (None, [])]
+)
+def test_a_job_never_goes_on_with_larger_batches(job_models, tmp_path, caplog, asked, said):
+    with pytest.raises(Stop):
+        quantize(job_models, "gptq", tmp_path / "out", batch_size=1, progress=at(9, stop))
+    caplog.clear()
+    report = quantize(job_models, "gptq", tmp_path / "out", batch_size=asked, resume=True).report
+    assert report.batch_size == 1
+    assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == said
+    quantize(job_models, "gptq", tmp_path / "whole", batch_size=1)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("case", [*CASES])
 def test_a_job_goes_on_with_smaller_batches_where_its_own_do_not_fit(
     job_models, undisturbed, tmp_path, case, caplog, monkeypatch
@@ -563,10 +577,10 @@ def test_a_finished_job_is_not_resumed_but_reported(job_models, undisturbed, tmp
 @pytest.mark.parametrize(
     ("error", "advice"),
     [
-        (KeyboardInterrupt, "resume the job"),
-        (OSError, "resume the job"),
-        (Stop, "resume the job"),
-        (DoesNotFitError, "resume the job"),
+        (KeyboardInterrupt, "resume the job (resume=True, --resume)"),
+        (OSError, "resume the job (resume=True, --resume)"),
+        (Stop, "resume the job (resume=True, --resume)"),
+        (DoesNotFitError, "resume the job (resume=True, --resume)"),
         (ArchitectureError, "resumed, the job would fail again"),
         (CheckpointError, "resumed, the job would fail again"),
     ],

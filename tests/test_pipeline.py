@@ -286,6 +286,19 @@ def test_where_outputs_are_added_is_seen_in_a_sample_that_counts(tmp_path):
     assert max(share_that_differs(found[0][each], found[1][each]) for each in found[0]) < 0.02
 
 
+def test_a_block_counts_that_only_some_samples_leave_without_overflow(tmp_path, monkeypatch):
+    """The inputs of its Linears are finite, what leaves it is not."""
+    model, ids, plain = build("qwen2"), samples().input_ids.clamp(max=94), Qwen2DecoderLayer.forward
+    model.get_input_embeddings().weight.data[95, 0], ids[0, 2] = 1e30, 95
+
+    def forward(self, *given, **named):
+        leaving = plain(self, *given, **named)
+        return leaving.masked_fill(leaving.abs() > 1e29, torch.inf)
+
+    monkeypatch.setattr(Qwen2DecoderLayer, "forward", forward)
+    assert quantize(model, tmp_path / "out", Samples(ids), skip_nonfinite=True).report.excluded_samples == 1
+
+
 @pytest.mark.parametrize("shift", range(4))
 def test_an_expert_that_gets_all_tokens_of_the_first_sample(shift, tmp_path):
     ids, model = samples(6, 24).input_ids.clone(), build("mixtral", num_experts_per_tok=1)
@@ -347,6 +360,7 @@ ROUTED, ODD, ODD_EXPERTS = (
 REFUSED = [
     (OutputExistsError, "there exists", {"out": "there"}),
     (OutputExistsError, "something other than a quantized model", {"out": "llama", "run": {"overwrite": True}}),
+    (ConfigError, "llama is the source itself", {"out": "llama"}),
     (ConfigError, "llama/out and .*/llama lies in the other", {"out": "llama/out"}),
     (CalibrationError, "method .loaq. needs calibration text; give some .only method .rtn. by", {"source": None}),
     (

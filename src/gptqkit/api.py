@@ -134,9 +134,9 @@ def quantize(
         if (done := processes.gather(done)[0]) is not None:
             return QuantizeResult(done, out, _pushed(out, run, processes), was_finished=True)
         with processes.together():
+            check_apart(source.path, out)
             if not (run.resume and work_path(out).exists()):
                 check_target(out, overwrite=run.overwrite)
-            check_apart(source.path, out)
             tokenizer = open_tokenizer(tokenizer, source.path, trust_remote_code=run.trust_remote_code)
             find_format(config.format).accept(source.model.config.to_dict(), tokenizer, source.tensor_names)
             samples = None if calibration is None else drawn_samples(source, calibration, tokenizer)
@@ -148,6 +148,7 @@ def quantize(
         check_agreement(processes, identity)
         with Job(out, identity, processes, resume=run.resume, overwrite=run.overwrite) as job:
             job.check_shared()
+            run = replace(run, batch_size=job.batch_size)
             with explained_memory():
                 if config.chooses_bits and samples is not None:
                     config = job.chosen() or job.choose(
@@ -275,7 +276,7 @@ def _finished(
     if different:
         raise OutputExistsError(
             f"{out} holds the finished result of another job: {some(different)}; choose another directory, or "
-            "overwrite it (--overwrite)"
+            "overwrite it (overwrite=True, --overwrite)"
         )
     _LOG.info("%s was finished before; there is nothing to resume", out)
     if text is not None and public_name(text) not in [row.get("dataset") for row in report.perplexity]:

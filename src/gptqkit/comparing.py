@@ -11,7 +11,7 @@ from typing import Any
 
 from .architecture import read_config
 from .errors import ConfigError
-from .evaluating import check_model, check_named, measure
+from .evaluating import check_model, measure, open_named
 from .evaluation.config import Evaluation
 from .evaluation.embeddings import EmbeddingScores
 from .evaluation.perplexity import Scores
@@ -74,17 +74,17 @@ def compare(
         GptqkitError: As `evaluate` and `inspect`.
     """
     config = settings_of(Evaluation, config or {})
-    text = check_named(dataset, config)
     if isinstance(checkpoints, (str, Path)):
         raise ConfigError(f"checkpoints is {str(checkpoints)!r}; give a list, such as [{str(checkpoints)!r}]")
     checkpoints = list(checkpoints)
     if not checkpoints:
         raise ConfigError("there is no checkpoint to compare; give at least one")
+    _, text = open_named(dataset, config)
     paths = [fetch(path, config.revision, gguf=True) for path in checkpoints]
     config = dataclasses.replace(config, revision=None)  # of what is fetched now
+    summaries = [inspect(path) for path in paths]
     for path in paths:
         check_model(path, config, tokenized=text)
-    summaries = [inspect(path) for path in paths]
     shapes = [(str(name), _config(path)) for name, path in zip(checkpoints, paths, strict=True)]
     _check_same_model(shapes)
     pooled = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -84,7 +85,7 @@ def evaluate(
         ArchitectureError: A model that transformers does not know, or one without the hidden states that are asked for.
     """
     config = settings_of(Evaluation, config or {})
-    text = check_named(dataset, config)
+    dataset, text = open_named(dataset, config)
     tokenizer = open_tokenizer(tokenizer, trust_remote_code=config.trust_remote_code)
     if isinstance(model, (str, Path)):
         model = fetch(model, config.revision, gguf=True)
@@ -157,15 +158,18 @@ def _check_encoder(model: Any, reference: Any, config: Evaluation) -> None:
         raise ConfigError(f"stride is {config.stride}, but an encoder's texts are measured one by one; leave it out")
 
 
-def check_named(dataset: Any, config: Evaluation) -> bool:
-    """Refuse the name of a text that cannot be read, before any model is opened; return whether it is one to tokenize.
+def open_named(dataset: Any, config: Evaluation) -> tuple[Any, bool]:
+    """Open a text by its name, before any model is opened; also return whether it is one to tokenize.
 
-    Nothing is known of what has no name, which may be a generator.
+    It can be read once. What has no name, which may be a generator, is left as it is, and nothing is known of it.
     """
     if not isinstance(dataset, (str, Path)):
-        return False
-    first = next(open_source(dataset, column=config.column, split=config.split, evaluation=True).items, None)
-    return first is not None and not isinstance(first, Tensor)
+        return dataset, False
+    where: dict[str, Any] = {"column": config.column, "split": config.split}
+    opened = open_source(dataset, **where, evaluation=True, partial=config.max_windows is not None)
+    first = list(itertools.islice(opened.items, 1))
+    whole = dataclasses.replace(opened, items=itertools.chain(first, opened.items))
+    return whole, bool(first) and not isinstance(first[0], Tensor)
 
 
 def check_model(folder: Path, config: Evaluation, *, tokenized: bool) -> None:
@@ -175,7 +179,10 @@ def check_model(folder: Path, config: Evaluation, *, tokenized: bool) -> None:
     with confined(folder, trusted=config.trust_remote_code):
         described = read_config(folder, trust_remote_code=config.trust_remote_code)
     if tokenized and not has_tokenizer(folder):
-        raise CalibrationError(f"{folder} has no tokenizer, which text needs; give one (tokenizer, --tokenizer)")
+        raise CalibrationError(
+            f"{folder} has no tokenizer, which text needs; copy one there, or give one to evaluate (tokenizer, "
+            "--tokenizer)"
+        )
     if config.sequence_length is not None and not described.is_encoder_decoder:
         _check_positions(config.sequence_length, _described_positions(described))
 

@@ -64,7 +64,9 @@ def imatrix(
             raise ConfigError(f"{name} is of checkpoints, not of an importance matrix; leave it out")
     calibration = calibration_of(calibration)
     if os.path.lexists(out) and not run.overwrite:
-        raise OutputExistsError(f"{out} exists already; choose another file, or overwrite it (--overwrite)")
+        raise OutputExistsError(
+            f"{out} exists already; choose another file, or overwrite it (overwrite=True, --overwrite)"
+        )
     if os.path.lexists(out) and not _is_gguf(out):
         raise OutputExistsError(f"{out} is no GGUF file, so it is not overwritten; choose another file")
     if not out.parent.is_dir():

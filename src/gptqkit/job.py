@@ -39,11 +39,9 @@ from typing import Any
 
 import torch
 
-from .assembly import record_of
 from .calibration.cache import ActivationCache, Handed
 from .distributed import Processes
 from .errors import CheckpointError, GptqkitError, OutputExistsError, RankError, ResumeError
-from .export.checkpoint import Checkpoint
 from .export.shards import digest, read_json, some
 from .export.staging import check_target, remove_leftovers, replace_directory, sync_directory
 from .identity import differences, versions
@@ -81,6 +79,7 @@ class Job:
         folder: The directory.
         records: Those of the finished blocks, in order.
         states: What states.json says; None before the first save.
+        batch_size: Samples per batch, at most: what is asked for, or less where the job was begun with less.
 
     Raises:
         OutputExistsError: The target exists, or an unfinished job is there and `resume` is not set.
@@ -92,15 +91,16 @@ class Job:
     ) -> None:
         self.folder, self.out = work_path(out), out
         self._processes, self._overwrite, self._lock = processes, overwrite, -1
+        self.batch_size: int | None = identity.get("batch_size")
         try:
             with processes.together():
                 if processes.rank == 0:
                     self._open(json.loads(json.dumps(identity)), resume=resume)
             with processes.together():
-                found = self._read() if processes.rank == 0 else ([], None)
+                found = (*self._read(), self.batch_size) if processes.rank == 0 else ([], None, None)
             self.records: list[dict[str, Any]]
             self.states: dict[str, Any] | None
-            self.records, self.states = processes.gather(found)[0]
+            self.records, self.states, self.batch_size = processes.gather(found)[0]
         except BaseException:  # Ctrl-C too: a notebook that goes on must not hold the lock
             if self._lock >= 0 and not (self.folder / "job.json").exists():  # no job has begun
                 _delete(self.folder)
@@ -128,7 +128,7 @@ class Job:
             return
         again = isinstance(error, (OSError, MemoryError, RankError)) or not isinstance(error, GptqkitError)
         if self.records or (again and (self.folder / "chosen.json").exists()):
-            advice = "resume the job to go on from there" if again else "resumed, the job would fail again"
+            advice = "resume the job (resume=True, --resume)" if again else "resumed, the job would fail again"
             kept = f"what is finished ({counted(len(self.records), 'block')})" if self.records else "the choice of bits"
             _LOG.warning("%s is kept in %s; %s", kept, self.folder, advice)
             self._unlock()
@@ -165,11 +165,14 @@ class Job:
         return self.folder / ("head" if layer is None else f"block-{layer:05}")
 
     def commit(
-        self, layer: int | None, part: Checkpoint, reports: list[ModuleReport], progress: Mapping[str, Any]
+        self, layer: int | None, written: Mapping[str, Any], reports: list[ModuleReport], progress: Mapping[str, Any]
     ) -> None:
-        """Let a block that was written count from now on; `progress` is what else the next process must know."""
+        """Let a block that was written count from now on; `written` is its `record_of`.
+
+        `progress` is what else the next process must know.
+        """
         rows = [dataclasses.asdict(report) for report in reports]
-        record = {"number": len(self.records), **record_of(part), "reports": rows}
+        record = {"number": len(self.records), **written, "reports": rows}
         record |= {"seconds": self.seconds, **progress}
         self._write_json(f"{self.stem(layer).name}.json", record)
         self.records.append(record)
@@ -213,7 +216,11 @@ class Job:
         remove_leftovers(self.out)
         self._lock = _locked(self.folder)
         unfinished = _is_unfinished(self.folder)
-        environment = {"threads": torch.get_num_threads(), "processes": self._processes.size, **versions()}
+        environment: dict[str, Any] = {
+            "threads": torch.get_num_threads(),
+            "processes": self._processes.size,
+            **versions(),
+        }
         if not unfinished or (self._overwrite and not resume):
             _clear(self.folder)
             check_target(self.out, overwrite=self._overwrite)
@@ -225,7 +232,7 @@ class Job:
                 f"{self.folder} holds an unfinished job for {self.out.name}; resume it (resume=True, --resume), or "
                 "delete that folder to start again"
             )
-        begun, identity = self._read_json(known), dict(identity)
+        begun, identity, asked = self._read_json(known), dict(identity), identity.get("batch_size")
         for job, place in ((begun["job"], begun["environment"]), (identity, environment)):
             place["batch_size"] = job.pop("batch_size", None) or LARGEST_BATCH  # a smaller one may let a job go on
         different = differences(begun["job"], identity)
@@ -234,6 +241,11 @@ class Job:
                 f"the unfinished job in {self.folder} is another one: {some(different)}. Start with what it was "
                 "started with, or delete that folder to start again"
             )
+        self.batch_size = min(environment["batch_size"], begun["environment"]["batch_size"])
+        if self.batch_size < environment["batch_size"]:
+            if asked is not None:
+                _LOG.warning("batch_size stays %d, with which the job was begun, instead of %d", self.batch_size, asked)
+            environment["batch_size"] = self.batch_size
         elsewhere = differences(begun["environment"], environment)
         if elsewhere:
             _LOG.warning("resumed otherwise than it was begun, so last digits may differ: %s", some(elsewhere))

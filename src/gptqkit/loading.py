@@ -25,6 +25,7 @@ from .bounds import confined
 from .empty import EmptyModel
 from .errors import CheckpointError, ConfigError, DatasetUnavailableError
 from .export.checkpoint import Checkpoint, open_checkpoint
+from .export.modules import list_of_names
 from .export.names import StoredNames
 from .export.scaled import FloatShards
 from .export.shards import Shards, some
@@ -104,9 +105,10 @@ def ready(empty: EmptyModel, checkpoint: Checkpoint, device: torch.device) -> An
     empty.make([name for name, parameter in model.named_parameters() if parameter.is_meta], device)
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if missing:
-        raise CheckpointError(
-            f"{checkpoint.path} lacks {some(missing)}, which {type(model).__name__} has; fetch its files again"
-        )
+        kind = type(model).__name__
+        made = list_of_names(checkpoint.model_config.get("architectures"), "config.json: architectures")
+        advice = f"open it as what it is, a {made[0]}" if made and kind not in made else "fetch its files again"
+        raise CheckpointError(f"{checkpoint.path} lacks {some(missing)}, which {kind} has; {advice}")
     model.to(device).eval().requires_grad_(False)
     choice = model.gptqkit_backend = summarize(model)
     model.gptqkit_quantization_config = checkpoint.quantization_config

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .assembly import assemble, check_block, open_part, stored_module, write_part
+from .assembly import assemble, check_block, open_part, record_of, stored_module, write_part
 from .calibration.samples import Samples
 from .distributed import Processes
 from .fisher import Fisher, Outputs, measure_fisher
@@ -295,13 +295,20 @@ class Pipeline:
         """Write what was solved, run what was written, and let it count."""
         progress = {**streams.progress(), "learned": None if learned is None else dataclasses.asdict(learned)}
         progress["left"] = {name: why for name, why in self.left.items() if self.model.part_of(name) == layer}
+        written: dict[str, Any] = {}
         with self.processes.together():
             if self.processes.rank == 0:
-                part = write_part(self.job.stem(layer), self.model, layer, solved, self.config)
-                if solved and layer is not None:
-                    names = [target.inner for target in self.targets[layer]]
-                    check_block(self.model, layer, part, names, streams.first_sample(layer), self.device, self.dtype)
-                self.job.commit(layer, part, reports, progress)
+                written = record_of(write_part(self.job.stem(layer), self.model, layer, solved, self.config))
+        written = self.processes.gather(written)[0]
+        run = streams.first_sample(layer) if solved and layer is not None else None
+        with self.processes.together():
+            if run is not None and layer is not None:  # whichever process has a sample
+                part = open_part(self.job.folder, written, self.config)
+                names = [target.inner for target in self.targets[layer]]
+                check_block(self.model, layer, part, names, run, self.device, self.dtype)
+        with self.processes.together():
+            if self.processes.rank == 0:
+                self.job.commit(layer, written, reports, progress)
         self.job.records = self.processes.gather(self.job.records)[0]
 
     def _matrix(self, target: Target) -> torch.Tensor:

@@ -27,8 +27,8 @@ class Run:
         overwrite: Replace the output folder if it is a quantized checkpoint, and an unfinished job for it. With
             `resume` an unfinished job goes on instead, and a checkpoint of the same model and settings stays.
         resume: Continue the unfinished job for the same output folder, if there is one; with the same `batch_size` the
-            result is the same to the bit, and a smaller one may be given where memory ran out. What is finished is left
-            as it is.
+            result is the same to the bit. A smaller one may be given where memory ran out, a larger one is not used.
+            What is finished is left as it is.
         strict: Refuse a model with Linears that do not fit the format or the group size, instead of leaving them in
             floating point or taking smaller groups.
         shard_size: Largest size of the checkpoint's files, in bytes or such as "8GiB"; a single tensor may be larger.

@@ -78,6 +78,30 @@ def probe_stack(
     return Stack(blocks, returned, shape, axis, hidden.dtype, beside, handed if handed or call.mappings else None)
 
 
+def added_behind(model: FloatModel, stack: Stack, batches: Batches, number: int, before: Sequence[Forward]) -> int:
+    """Return how many hidden states the model adds behind the tokens of a sample, to make them a multiple of something.
+
+    A sample of as many more tokens has no more hidden states then. `number` is that of the stack; other arguments are
+    those of `probe_stack`.
+    """
+    tokens, states, added = batches.tensors(range(1)), stack.shape[-2], 0
+    own = ("decoder_input_ids",) if number else ("input_ids", "attention_mask")
+    length = tokens[own[0]].shape[1]
+    if states > length:
+        longer = {
+            key: torch.cat([each, each[:, -1:].expand(-1, states - length)], 1) if key in own else each
+            for key, each in tokens.items()
+        }
+        with suppress(ArchitectureError):  # it may be too long
+            one, other = (
+                block_call(model.model, model.blocks, each, before).hidden.movedim(stack.axis, 0)
+                for each in (tokens, longer)
+            )
+            if other.shape == one.shape and torch.equal(one[..., :length, :], other[..., :length, :]):
+                added = states - length
+    return added
+
+
 def _given(called: Called, before: Sequence[Forward], output: Sequence[Any]) -> tuple[int, ...]:
     """Return which of the values that the first block returns beside hidden states the second one is given."""
     hidden, *others = output

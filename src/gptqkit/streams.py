@@ -32,7 +32,7 @@ from .errors import ArchitectureError
 from .job import states_file
 from .model import FloatModel
 from .solving import Measured
-from .stacks import Stack, hidden_states, probe_stack
+from .stacks import Stack, added_behind, hidden_states, probe_stack
 from .subsets import Group, Portion, group_subsets, portions
 from .targets import Target, output_layer
 
@@ -78,9 +78,10 @@ class Streams:
         Hidden states are kept in `place`, on disk in `folder`, where those that a job `saved` are, too.
         """
         self._folder, self._dtype, self._place = folder, dtype, place
-        for blocks in self.model.stacks:
+        for number, blocks in enumerate(self.model.stacks):
             before = self._before(range(1), blocks.start, "hidden")
             self.stacks.append(probe_stack(self.model, blocks, self.batches, before, dtype))
+            self.batches.added[number] = added_behind(self.model, self.stacks[-1], self.batches, number, before)
             self._check_padding()
         if saved is None:
             return 0
@@ -128,8 +129,8 @@ class Streams:
         """Find the order of the Linears of a block, and which of them share an input, by running one sample."""
         found: list[tuple[list[str], bool, bool]] = []
         sums: dict[str, str] = {}
-        one = self._sound(layer) if targets else None
-        if one is not None:  # processes without samples learn it from the others
+        one = self._first(layer) if targets else None
+        if one is not None:  # the other processes learn it from this one
             block, hidden = self.model.blocks[layer], self._read("hidden", one, layer)
             modules = {target.inner: block.get_submodule(target.inner) for target in targets}
             traced = trace_inputs(modules, partial(self._run, self._call(one, layer), hidden, block))
@@ -147,14 +148,20 @@ class Streams:
         self._again = {name for names, _, several in found if several for name in names}
         return group_subsets(targets, [(names, part) for names, part, _ in found])
 
-    def _sound(self, layer: int) -> range | None:
-        """Return the first sample here that counts and, where others are left out, that this block keeps finite."""
+    def _first(self, layer: int) -> range | None:
+        """Return the first sample that counts and, where others are left out, that block `layer` keeps finite.
+
+        None in all processes but the one that has it. Where the block keeps none finite, it is the first that counts.
+        """
         mine = [range(each, each + 1) for each in self.batches.mine if self.batches.counts[each]]
-        for one in mine if self.skip else ():
-            leaving = self.through(one, layer, self.model.blocks[layer], self.caches["hidden"].read(one))
-            if bool(self.of_tokens(leaving, one).isfinite().all()):
-                return one
-        return mine[0] if mine else None
+        sound = next((one for one in mine if not self.skip or self._stays_finite(layer, one)), None)
+        found = self.processes.gather((sound, mine[0] if mine else None))
+        first = next(one for order in zip(*found, strict=True) for one in order if one is not None)
+        return first if first in mine else None
+
+    def _stays_finite(self, layer: int, one: range) -> bool:
+        leaving = self.through(one, layer, self.model.blocks[layer], self.caches["hidden"].read(one))
+        return bool(self.of_tokens(leaving, one).isfinite().all())
 
     def collect(self, layer: int, groups: Iterable[Group], twin: nn.Module | None = None) -> Iterator[list[Measured]]:
         """Yield what all subsets of some groups receive, portion by portion (see `portions`): all samples run for each.
@@ -273,19 +280,21 @@ class Streams:
 
     def of_tokens(self, states: Tensor, batch: range) -> Tensor:
         """Return hidden states, samples first, with 0 for padding and samples left out."""
-        apart = ~self.batches.mask(batch, self.batches.stack)
-        if states.shape[-2] != apart.shape[1]:  # not a state per token
-            apart = apart.all(1, keepdim=True)
+        mask = self.batches.mask(batch, self.batches.stack)
+        if states.shape[-2] == mask.shape[1] + self.batches.added[self.batches.stack]:
+            apart = ~self.batches.of_states(batch, states.shape[-2])
+        else:  # not a state per token
+            apart = ~mask.any(1, keepdim=True)
         return states.masked_fill(apart.view(len(batch), *[1] * (states.dim() - 3), -1, 1), 0)
 
-    def first_sample(self, layer: int) -> Callable[[nn.Module], Tensor]:
-        """Return what runs block `layer`, or another in its place, on the first sample that counts.
+    def first_sample(self, layer: int) -> Callable[[nn.Module], Tensor] | None:
+        """Return what runs block `layer`, or another in its place, on the first sample that counts (see `_first`).
 
-        It returns hidden states, samples first, with 0 for padding.
+        It returns hidden states, samples first, with 0 for padding. None in all processes but one.
         """
-        mine, counts = self.batches.mine, self.batches.counts
-        start = next((sample for sample in mine if counts[sample]), mine.start)
-        one = range(start, start + 1)
+        one = self._first(layer)
+        if one is None:
+            return None
         call, hidden, axis = self._call(one, layer), self._read("hidden", one, layer), self._stack(layer).axis
         return lambda block: self.of_tokens(self._run(call, hidden, block).movedim(axis, 0), one)
 
@@ -352,9 +361,10 @@ class Streams:
 
     def _check_padding(self) -> None:
         """Refuse padding in the stack probed last where its hidden states are not one for each token."""
-        part = self.batches.parts[len(self.stacks) - 1]
+        number = len(self.stacks) - 1
+        part, added = self.batches.parts[number], self.batches.added[number]
         tokens, states = part.input_ids.shape[1], self.stacks[-1].shape[-2]  # before them there may be other axes
-        if part.attention_mask is not None and states != tokens:
+        if part.attention_mask is not None and states != tokens + added:
             raise ArchitectureError(
                 f"{type(self.model.model).__name__} makes {states} hidden states of {tokens} tokens, so padding cannot "
                 "be told apart in its blocks; calibrate on whole samples (concatenate=True)"

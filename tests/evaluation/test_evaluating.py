@@ -1,7 +1,9 @@
 """The one call, on the example model."""
 
+import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +40,17 @@ def test_of_a_text_without_end_only_the_windows_asked_for_are_read(example_model
     part, whole = (evaluate(example_model, each, how) for each in (source, lines))
     assert (part.tokens, part.perplexity) == (whole.tokens, whole.perplexity)
     assert len(read) < len(lines) / 8
+
+
+@pytest.mark.parametrize("windows", [None, 2])
+def test_a_named_text_is_read_once(example_model, small_text, windows, tmp_path, monkeypatch):
+    (tmp_path / "text.json").write_text(json.dumps([{"text": line} for line in small_text.splitlines()]))
+    opened, plain = [], Path.open
+    monkeypatch.setattr(Path, "open", lambda self, *given, **how: opened.append(self) or plain(self, *given, **how))
+    how = Evaluation(sequence_length=64, max_windows=windows, device="cpu")
+    found = evaluate(example_model, tmp_path / "text.json", how)
+    assert opened.count(tmp_path / "text.json") == 1
+    assert found.perplexity == evaluate(example_model, small_text.splitlines(), how).perplexity
 
 
 def test_a_loaded_model_runs_in_evaluation_mode_and_is_left_as_it_was(example_model, text_file):
@@ -89,7 +102,7 @@ def test_a_text_that_is_not_there_shows_before_a_model_is_opened(tmp_path):
     [
         ({"dataset": "wikitext-2"}, DatasetUnavailableError, "cannot be read: .*did you mean wikitext2"),
         ({"tokenizer": "nowhere/at/all"}, DatasetUnavailableError, "there is no folder nowhere/at/all"),
-        ({"model": "without"}, CalibrationError, "without has no tokenizer, which text needs; give one"),
+        ({"model": "without"}, CalibrationError, "without has no tokenizer, which text needs; copy one there, or give"),
         ({"model": "nothing"}, CheckpointError, r"config\.json is missing"),  # rather than a tokenizer
         ({"config": {"sequence_length": 513}}, ConfigError, "sequence_length is 513, but the model has 512"),
     ],
@@ -106,7 +119,7 @@ def test_what_can_be_known_before_weights_are_read_is(
     with pytest.raises(error, match=said):
         evaluate(**given)
     if "tokenizer" not in change:
-        monkeypatch.setattr("gptqkit.comparing.inspect", None)
+        monkeypatch.setattr("gptqkit.comparing.inspect", lambda _: None)  # which wants a checkpoint
         with pytest.raises(error, match=said):
             compare([given["model"]], given["dataset"], given["config"], reference=example_model)
 
