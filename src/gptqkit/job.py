@@ -227,7 +227,7 @@ class Job:
             )
         begun, identity = self._read_json(known), dict(identity)
         for job, place in ((begun["job"], begun["environment"]), (identity, environment)):
-            place["batch_size"] = job.pop("batch_size", None) or LARGEST_BATCH  # a smaller one may let a job go on
+            place["batch_size"] = job.pop("batch_size") or LARGEST_BATCH  # a smaller one may let a job go on
         different = differences(begun["job"], identity)
         if different:
             raise ResumeError(
