@@ -101,7 +101,7 @@ def write_config(config: QuantizeConfig, layers: Mapping[str, LayerSpec], matric
     "zero_point" is always true, as readers take the zero points from the tensors then; "sym" tells what they are.
     """
     skipped = skipped_modules(layers, matrices)
-    dynamic = {pattern: {} for pattern in patterns_of(FLOAT, skipped, [*layers, *skipped])}  # GPTQModel's
+    patterns = patterns_of(FLOAT, skipped, [*layers, *skipped])
     return {
         "quant_method": "awq",
         "bits": _BITS,
@@ -113,7 +113,7 @@ def write_config(config: QuantizeConfig, layers: Mapping[str, LayerSpec], matric
         "desc_act": False,
         "lm_head": any(map(outside_blocks, layers)),
         "modules_to_not_convert": names_in_float(layers, matrices),
-        **({"dynamic": dynamic} if dynamic else {}),
+        **({"dynamic": {pattern: {} for pattern in patterns}} if patterns else {}),  # GPTQModel's
         "meta": meta_of(config),
     }
 
