@@ -23,7 +23,9 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gptqkit.kernels.build import SOURCES, compile_object, disassemble, find_nvcc, resources
+from machine_code import compile_object, disassemble, resources
+
+from gptqkit.kernels.build import SOURCES, find_nvcc
 from gptqkit.kernels.library import Kernel, LayerRecord, Shape
 
 # By compute capability: KiB of shared memory and warps of a multiprocessor. All have 65,536 registers.

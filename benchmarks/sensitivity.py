@@ -25,6 +25,7 @@ from gptqkit.loading import load_float
 from gptqkit.model import FloatModel
 from gptqkit.progress import silent
 from gptqkit.sensitivity import PLAIN, sensitivities
+from gptqkit.walking import FloatWalk
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 MODEL = EXAMPLES / "models" / "gutenberg-llama-6m"
@@ -51,9 +52,8 @@ def main() -> None:
     with join(torch.device("cpu")) as processes, tempfile.TemporaryDirectory() as folder:
         config = gptqkit.QuantizeConfig(sym=False, method="gptq", target_bits=4, **PLAIN)
         samples = load_samples(text, tokenizer, sequence_length=512)
-        parts, members, _ = sensitivities(
-            FloatModel(MODEL), samples, config, processes, run, silent, Path(folder) / "out"
-        )
+        walk = FloatWalk(FloatModel(MODEL), samples, processes, run, Path(folder) / "out")
+        parts, members, _ = sensitivities(walk, config, silent)
     every = [(name, candidate) for name, candidates in parts.items() for candidate in candidates if candidate.loss]
     how, rows = gptqkit.Evaluation(sequence_length=512, max_windows=arguments.windows), []
     for name, candidate in random.Random(0).sample(every, arguments.count):

@@ -24,7 +24,7 @@ from . import gptq
 from .bits import pack, unpack
 from .formats import Declared, Format, LayerSpec
 from .layers import BIAS, SCALES, WORDS, check_kinds, check_shapes, make_weight, refuse_act_order, stored_grid
-from .modules import list_of_names, meta_of, names_in_float, outside_blocks, skipped_in_dynamic, skipped_modules
+from .modules import FLOAT, list_of_names, meta_of, names_in_float, outside_blocks, patterns_of, skipped_modules
 
 _BITS, _PER_WORD = 4, 8
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of 8 outputs stands at each place of a word
@@ -101,7 +101,7 @@ def write_config(config: QuantizeConfig, layers: Mapping[str, LayerSpec], matric
     "zero_point" is always true, as readers take the zero points from the tensors then; "sym" tells what they are.
     """
     skipped = skipped_modules(layers, matrices)
-    dynamic = skipped_in_dynamic(layers, skipped)
+    patterns = patterns_of(FLOAT, skipped, [*layers, *skipped])
     return {
         "quant_method": "awq",
         "bits": _BITS,
@@ -113,7 +113,7 @@ def write_config(config: QuantizeConfig, layers: Mapping[str, LayerSpec], matric
         "desc_act": False,
         "lm_head": any(map(outside_blocks, layers)),
         "modules_to_not_convert": names_in_float(layers, matrices),
-        **({"dynamic": dynamic} if dynamic else {}),
+        **({"dynamic": {pattern: {} for pattern in patterns}} if patterns else {}),  # GPTQModel's
         "meta": meta_of(config),
     }
 

@@ -156,9 +156,8 @@ def _exact_forms(weight: QuantizedWeight) -> Iterator[tuple[BlockType, Quantized
     scale, offset = weight.scale[:, group].contiguous(), weight.offset[:, group].contiguous()
     index = trivial_index(columns, 32, group.device)
     base = replace(weight, scale=scale, offset=offset, group_index=index, group_size=32)
-    zero = torch.where(scale == 0, 2.0 ** (weight.bits - 1), (-offset / scale).round())
-    whole = torch.equal(-(zero * scale), offset)
-    steps = weight.codes.to(torch.int32) - zero.repeat_interleave(32, 1).to(torch.int32) if whole else None
+    zero, exact = base.nearest_zeros()
+    steps = weight.codes.to(torch.int32) - zero.repeat_interleave(32, 1).to(torch.int32) if exact.all() else None
     for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"):
         kind, half = BLOCKS[name], 2 ** (BLOCKS[name].bits - 1)
         if not kind.sym and kind.bits >= weight.bits:

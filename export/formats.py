@@ -55,9 +55,6 @@ _LITERAL = re.compile(r"\^?((?:[\w-]|\\\W)+)\$")
 _Rule: TypeAlias = "tuple[int, Mapping[str, Any]]"
 """The place of a rule among all, and what it says."""
 
-_Rules: TypeAlias = "tuple[dict[str, _Rule], list[tuple[int, Any, Mapping[str, Any]]]]"
-"""Rules by full name, and rules of patterns in order."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
@@ -90,52 +87,40 @@ class Declared:
 
         CheckpointError for a pattern with which that takes too long.
         """
-        values = self._own(name)
+        _, values = self._first(name, floats=False)
         size = values.get("group_size") or self.group_size
         return values.get("bits") or self.bits, None if size == -1 else size, bool(values.get("sym", self.sym))
 
     def for_fused(self, name: str) -> tuple[int, int | None, bool] | None:
         """Return what vLLM finds under the name of a module that it makes of several; None is floating point."""
-        if self._first(name, self._floats)[0] < self._first(name, self._rules)[0]:
-            return None
-        return self.for_module(name)
+        in_float, quantized = (self._first(name, floats=floats)[0] for floats in (True, False))
+        return None if in_float < quantized else self.for_module(name)
 
     def needs_index(self, name: str) -> bool:
         """Return whether groups of the module `name` follow an order that a tensor must tell; errors as above."""
-        return bool(self._own(name).get("desc_act", self.desc_act)) and not self.static_groups
+        _, values = self._first(name, floats=False)
+        return bool(values.get("desc_act", self.desc_act)) and not self.static_groups
 
-    def _own(self, name: str) -> Mapping[str, Any]:
-        """Return what `dynamic` says of a module."""
-        return self._first(name, self._rules)[1]
-
-    def _first(self, name: str, rules: _Rules) -> _Rule:
-        """Return the first of some rules that holds for a module; where none does, one after all others, and empty."""
-        names, patterns = rules
+    def _first(self, name: str, *, floats: bool) -> _Rule:
+        """Return the first rule of one kind that holds for a module; else one after all others, which says nothing."""
+        names, patterns = self._rules[floats]
         own = names.get(name, (len(self.dynamic), {}))
         return next(((at, each) for at, pattern, each in patterns if at < own[0] and self._matches(pattern, name)), own)
 
     @cached_property
-    def _rules(self) -> _Rules:
-        """What `dynamic` says of quantized modules."""
-        return self._rules_of(floats=False)
+    def _rules(self) -> dict[bool, tuple[dict[str, _Rule], list[tuple[int, Any, Mapping[str, Any]]]]]:
+        """The rules of quantized modules, and of those in floating point (True): by full names, and by patterns.
 
-    @cached_property
-    def _floats(self) -> _Rules:
-        """What `dynamic` says of modules in floating point."""
-        return self._rules_of(floats=True)
-
-    def _rules_of(self, *, floats: bool) -> _Rules:
-        """Return rules with their places: by full names, of which there can be thousands, and by patterns."""
-        names, patterns = dict[str, _Rule](), list[tuple[int, Any, Mapping[str, Any]]]()
+        There can be thousands of names.
+        """
+        rules = {floats: (dict[str, _Rule](), list[tuple[int, Any, Mapping[str, Any]]]()) for floats in (False, True)}
         for at, (key, values) in enumerate(self.dynamic.items()):
-            if key.startswith("-:") != floats:
-                continue
-            pattern = key.removeprefix("-:" if floats else "+:")
+            (names, patterns), pattern = rules[key.startswith("-:")], key.removeprefix("-:").removeprefix("+:")
             if literal := _LITERAL.fullmatch(pattern):
                 names.setdefault(re.sub(r"\\(.)", r"\1", literal[1]), (at, values))
             else:
                 patterns.append((at, regex.compile(pattern), values))
-        return names, patterns
+        return rules
 
     def _matches(self, pattern: Any, name: str) -> bool:
         """Whether the name begins with what a pattern of unknown origin matches; all have `MATCHING_SECONDS` together.

@@ -113,11 +113,6 @@ def patterns_of(sign: str, names: Iterable[str], universe: Iterable[str]) -> lis
     return patterns
 
 
-def skipped_in_dynamic(layers: Iterable[str], skipped: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Return GPTQModel's "dynamic" for modules in floating point among quantized ones."""
-    return {pattern: {} for pattern in patterns_of(FLOAT, skipped, [*layers, *skipped])}
-
-
 def _by_inner(names: Iterable[str]) -> dict[tuple[str, str], set[str]]:
     """Return the block numbers of every (prefix, inner name); {""} for a module outside the blocks."""
     found: dict[tuple[str, str], set[str]] = defaultdict(set)

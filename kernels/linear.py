@@ -213,13 +213,9 @@ def summarize(model: nn.Module) -> BackendChoice:
 
 
 def whole_zero_points(weight: QuantizedWeight) -> Tensor | None:
-    """Return the zero points -offset / scale, (out, groups) int16, or None unless all are whole and in 0 ... 2^bits.
-
-    Where a scale is 0, as in files of other programs for groups of zeros, any would do.
-    """
-    zero = torch.where(weight.scale == 0, 2.0 ** (weight.bits - 1), (-weight.offset / weight.scale).round())
-    whole = torch.equal(-(zero * weight.scale), weight.offset)
-    return zero.to(torch.int16) if whole and zero.min() >= 0 and zero.max() <= 2**weight.bits else None
+    """Return the zero points -offset / scale, (out, groups) int16, or None unless all are whole and in 0 ... 2^bits."""
+    zero, exact = weight.nearest_zeros()
+    return zero.to(torch.int16) if exact.all() and zero.min() >= 0 and zero.max() <= 2**weight.bits else None
 
 
 def _narrowed(scale: Tensor) -> Tensor:

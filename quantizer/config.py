@@ -59,10 +59,7 @@ class ModuleOverride:
             raise ConfigError("an override either skips a module or changes its bits, group_size or type, not both")
         if self.type is not None:
             grid_settings(self.type)
-        if self.bits is not None:
-            _check_bits(self.bits)
-        if self.group_size is not None:
-            _check_group_size(self.group_size)
+        _check_grid(self.bits, self.group_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,13 +163,11 @@ class QuantizeConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.type is None:
-            _check_bits(self.bits)
-        else:
+        if self.type is not None:
             self._take_type(self.type)
-        if self.group_size is not None:
-            _check_group_size(self.group_size)
-            object.__setattr__(self, "group_size", None if self.group_size == -1 else self.group_size)
+        _check_grid(self.bits if self.type is None else None, self.group_size)
+        if self.group_size == -1:
+            object.__setattr__(self, "group_size", None)
         if self.quality is None:
             object.__setattr__(self, "quality", "balanced" if self.method is None else "fast")
         for name, value in QUALITIES[self.quality].items():
@@ -300,11 +295,8 @@ def _override(pattern: Any, given: Any) -> ModuleOverride:
     return settings_of(ModuleOverride, given)
 
 
-def _check_bits(bits: int) -> None:
-    if type(bits) is not int or bits not in BITS:
-        raise ConfigError(f"bits is {bits!r}; choose 2, 3, 4 or 8")
-
-
-def _check_group_size(group_size: int) -> None:
-    if type(group_size) is not int or not (group_size == -1 or group_size > 0):
-        raise ConfigError(f"group_size is {group_size!r}; give a positive number, or -1 for one group per row")
+def _check_grid(bits: int | None, group_size: int | None) -> None:
+    if bits is not None and bits not in BITS:
+        raise ConfigError(f"bits is {bits}; choose 2, 3, 4 or 8")
+    if group_size is not None and group_size != -1 and group_size < 1:
+        raise ConfigError(f"group_size is {group_size}; give a positive number, or -1 for one group per row")

@@ -151,8 +151,33 @@ class _Solver:
         self._dtype = torch.float64 if config.float64 else torch.float32
         self._group_size = config.group_size or columns
         self._span = snap.columns if isinstance(snap, TwoLevel) else self._group_size
-        how = self._group_size, self._span, self._dtype, upfront
-        self._order, self._factor, self._shift = _prepare(moments, config, *how)
+        self._order, self._factor, self._shift = self._prepared()
+
+    def _prepared(self) -> tuple[ColumnOrder, HessianFactor, Tensor | None]:
+        """Return the order of columns, R and the correction: the same for every weight that receives the same inputs.
+
+        The columns of groups whose grids are decided together, a span of them, are ordered like those of one group.
+        """
+        moments, config, group_size, span = self._moments, self._config, self._group_size, self._span
+        names = ("desc_act", "static_groups", "act_group_aware")
+        orders = {name: bool(getattr(config, name)) for name in names}
+        damp, shrink = usual_damping(moments) if config.damp_percent is None else (config.damp_percent, 0.0)
+        how = group_size, span, damp, shrink, config.alpha, self._dtype, moments.cross is None, self._upfront
+        key = (*how, *orders.values())
+        if key not in moments.prepared:
+            order = column_order(moments.hessian.diagonal(), span, **orders)
+            if span != group_size:
+                order = ColumnOrder(order.permutation, order.permutation // group_size, order.static)
+            factor = factorize(moments.hessian, order.permutation, damp, self._dtype, shrink)
+            shift = None
+            if moments.cross is not None:
+                _check_finite(moments.cross, "C")
+                with full_float32():
+                    in_order = moments.cross[order.permutation][:, order.permutation].to(self._dtype)
+                    shift = (propagation if self._upfront else correction)(in_order, factor.upper, config.alpha)
+            moments.prepared[key] = (order, factor, shift)
+        found: tuple[ColumnOrder, HessianFactor, Tensor | None] = moments.prepared[key]
+        return found
 
     def corrected(self, target: Tensor) -> Tensor:
         """Return W, (in, out), in the order of the sweep, with what makes up for earlier layers, if that is upfront."""
@@ -217,38 +242,6 @@ GPTQ = Method(solve=solve_gptq, needs=frozenset({"hessian"}))
 GPTAQ = Method(solve=solve_gptaq, needs=frozenset({"hessian", "cross"}))
 QEP = Method(solve=solve_qep, needs=frozenset({"hessian", "cross"}))
 LOAQ = Method(solve=solve_loaq, needs=frozenset({"hessian", "cross", "drift"}))
-
-
-def _prepare(
-    moments: Moments,
-    config: QuantizeConfig,
-    group_size: int,
-    span: int,
-    dtype: torch.dtype,
-    upfront: bool,
-) -> tuple[ColumnOrder, HessianFactor, Tensor | None]:
-    """Return the order of columns, R and the correction: the same for every weight that receives the same inputs.
-
-    The columns of groups whose grids are decided together, `span` of them, are ordered like those of one group.
-    """
-    names = ("desc_act", "static_groups", "act_group_aware")
-    orders = {name: bool(getattr(config, name)) for name in names}
-    damp, shrink = usual_damping(moments) if config.damp_percent is None else (config.damp_percent, 0.0)
-    key = (group_size, span, *orders.values(), damp, shrink, config.alpha, dtype, moments.cross is None, upfront)
-    if key not in moments.prepared:
-        order = column_order(moments.hessian.diagonal(), span, **orders)
-        if span != group_size:
-            order = ColumnOrder(order.permutation, order.permutation // group_size, order.static)
-        factor = factorize(moments.hessian, order.permutation, damp, dtype, shrink)
-        shift = None
-        if moments.cross is not None:
-            _check_finite(moments.cross, "C")
-            with full_float32():
-                in_order = moments.cross[order.permutation][:, order.permutation].to(dtype)
-                shift = (propagation if upfront else correction)(in_order, factor.upper, config.alpha)
-        moments.prepared[key] = (order, factor, shift)
-    found: tuple[ColumnOrder, HessianFactor, Tensor | None] = moments.prepared[key]
-    return found
 
 
 def _check_finite(moment: Tensor, name: str) -> None:

@@ -81,11 +81,18 @@ class QuantizedWeight:
         Raises:
             ShapeError: Some offset is no whole multiple of its scale.
         """
-        zero = torch.where(self.scale == 0, 2.0 ** (self.bits - 1), (-self.offset / self.scale).round())
-        off = int((-(zero * self.scale) != self.offset).sum())
-        if off:
-            raise ShapeError(f"{off} of {zero.numel()} groups have no integer zero point")
+        zero, exact = self.nearest_zeros()
+        if not exact.all():
+            raise ShapeError(f"{int((~exact).sum())} of {zero.numel()} groups have no integer zero point")
         return zero.to(torch.int16)
+
+    def nearest_zeros(self) -> tuple[Tensor, Tensor]:
+        """Return the integers nearest to -offset / scale, (out, groups) float32, and where they make the offset.
+
+        Where a scale is 0, as in files of other programs for groups of zeros, any would do.
+        """
+        zero = torch.where(self.scale == 0, 2.0 ** (self.bits - 1), (-self.offset / self.scale).round())
+        return zero, -(zero * self.scale) == self.offset
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight, (out, in) in `dtype`: exact in float32, rounded once from there otherwise."""

@@ -6,7 +6,7 @@ All rows go at once, so everything inside is held columns first: (in, out). Name
 from __future__ import annotations
 
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,24 @@ from .quantized import QuantizedWeight
 from .superblock import TwoLevel
 
 _SEGMENT = 16  # columns swept one by one before the rest of the block is updated with one matrix product
+
+
+class _Moves(NamedTuple):
+    """What rounding some columns does to later ones: U, and GPTAQ's P where there is a correction on the way."""
+
+    inverse: Tensor
+    shift: Tensor | None
+
+    def inside(self, part: slice) -> _Moves:
+        """Return what some of the columns do to one another."""
+        return _Moves(self.inverse[part, part], None if self.shift is None else self.shift[part, part])
+
+    def onto_later(self, block: Tensor, part: slice, scaled: Tensor) -> None:
+        """Bring what comes after some columns of a block up to date with them, `scaled` being (w_i - q_i) / U_ii."""
+        rest = slice(part.stop, None)
+        block[rest].addmm_(self.inverse[part, rest].T, scaled, alpha=-1)
+        if self.shift is not None:
+            block[rest].addmm_(self.shift[part, rest].T, block[part])
 
 
 class ColumnSweep:
@@ -69,7 +87,7 @@ class ColumnSweep:
             if start:
                 block.addmm_(inverse.T, upper[:start, start:stop].T @ error[:start])
             inner = None if shift is None else shift[start:stop, start:stop]
-            scaled = self._sweep_block(block, start, inverse, inner, importance)
+            scaled = self._sweep_block(block, start, _Moves(inverse, inner), importance)
             loss += scaled.square().sum(0, dtype=torch.float64)
             if current is not None:
                 current[start:stop] = block
@@ -78,9 +96,7 @@ class ColumnSweep:
             error[start:stop] = target[start:stop] - self.values[start:stop]
         return loss
 
-    def _sweep_block(
-        self, block: Tensor, start: int, inverse: Tensor, shift: Tensor | None, importance: Tensor
-    ) -> Tensor:
+    def _sweep_block(self, block: Tensor, start: int, moves: _Moves, importance: Tensor) -> Tensor:
         """Round the columns of one block in turn; return (w_i - q_i) / U_ii of each, (columns, rows).
 
         `block` enters up to date with all earlier blocks and leaves as the weights at the moment they were rounded.
@@ -88,26 +104,18 @@ class ColumnSweep:
         """
         scaled = torch.empty_like(block)
         for begin in range(0, len(block), self.span):
-            part, rest = slice(begin, begin + self.span), slice(begin + self.span, None)
-            inner = None if shift is None else shift[part, part]
-            self._begin_group(start + begin, block[part], inverse[part, part], inner, importance)
+            part = slice(begin, begin + self.span)
+            inside = moves.inside(part)
+            self._begin_group(start + begin, block[part], inside, importance)
             places = slice(start + begin, start + begin + len(block[part]))
             grids = [self.grids[group] for group in self._group[places]]
             decided = self.codes[places], self.values[places]
-            scaled[part] = self._sweep_columns(block[part], grids, *decided, inverse[part, part], inner)
-            block[rest].addmm_(inverse[part, rest].T, scaled[part], alpha=-1)
-            if shift is not None:
-                block[rest].addmm_(shift[part, rest].T, block[part])
+            scaled[part] = self._sweep_columns(block[part], grids, *decided, inside)
+            moves.onto_later(block, part, scaled[part])
         return scaled
 
     def _sweep_columns(
-        self,
-        block: Tensor,
-        grids: list[GroupGrid],
-        codes: Tensor,
-        values: Tensor,
-        inverse: Tensor,
-        shift: Tensor | None,
+        self, block: Tensor, grids: list[GroupGrid], codes: Tensor, values: Tensor, moves: _Moves
     ) -> Tensor:
         """Decide the codes of columns, each on its grid, and what they stand for.
 
@@ -117,28 +125,20 @@ class ColumnSweep:
         scaled, fused = torch.empty_like(block), self._library is not None
         segment = MOST_COLUMNS if fused else _SEGMENT
         for begin in range(0, len(block), segment):
-            part, rest = slice(begin, begin + segment), slice(begin + segment, None)
-            inner = None if shift is None else shift[part, part]
+            part = slice(begin, begin + segment)
             sweep = self._sweep_segment_fused if fused else _sweep_segment
-            scaled[part] = sweep(block[part], grids[part], codes[part], values[part], inverse[part, part], inner)
-            block[rest].addmm_(inverse[part, rest].T, scaled[part], alpha=-1)
-            if shift is not None:
-                block[rest].addmm_(shift[part, rest].T, block[part])
+            scaled[part] = sweep(block[part], grids[part], codes[part], values[part], moves.inside(part))
+            moves.onto_later(block, part, scaled[part])
         return scaled
 
     def _sweep_segment_fused(
-        self,
-        block: Tensor,
-        grids: list[GroupGrid],
-        codes: Tensor,
-        values: Tensor,
-        inverse: Tensor,
-        shift: Tensor | None,
+        self, block: Tensor, grids: list[GroupGrid], codes: Tensor, values: Tensor, moves: _Moves
     ) -> Tensor:
         """Do what `_sweep_segment` does in one kernel.
 
         Whose grids have zero points: what those leave of other offsets is taken off the weights as long as it runs.
         """
+        inverse, shift = moves
         number = {grid: place for place, grid in enumerate(dict.fromkeys(grids))}
         scale, zero = (torch.stack([getattr(grid, name) for grid in number]) for name in ("scale", "zero"))
         group = torch.zeros(len(block), dtype=torch.int32, device=block.device)
@@ -164,9 +164,7 @@ class ColumnSweep:
         torch.addcmul(offset, codes.to(scale.dtype), scale[group], out=values)
         return scaled
 
-    def _begin_group(
-        self, position: int, block: Tensor, inverse: Tensor, shift: Tensor | None, importance: Tensor
-    ) -> None:
+    def _begin_group(self, position: int, block: Tensor, moves: _Moves, importance: Tensor) -> None:
         """Fit the grids of the groups that begin at `position`, with the columns of `block`, if any do."""
         if self.order.static or position % self.span:
             return
@@ -175,15 +173,15 @@ class ColumnSweep:
         groups = self._group[position:][: self.span]
         self._fit_grids(groups, block if inside else self.target, importance[position:][: self.span])
         if self.config.grid == "sim" and inside and not isinstance(self.snap, TwoLevel):
-            lost = partial(self._simulate, inverse=inverse, shift=shift)
+            lost = partial(self._simulate, moves=moves)
             self.grids[group] = improve_grid(
                 self.grids[group], block, lost, bits=self.config.bits, sym=self.config.sym, snap=self.snap
             )
 
-    def _simulate(self, grid: GroupGrid, block: Tensor, inverse: Tensor, shift: Tensor | None) -> Tensor:
+    def _simulate(self, grid: GroupGrid, block: Tensor, moves: _Moves) -> Tensor:
         """Return what the sweep of a group would lose on a grid, (rows,); `block` is used up."""
         codes, values = torch.empty_like(block, dtype=torch.uint8), torch.empty_like(block)
-        scaled = self._sweep_columns(block, [grid] * len(block), codes, values, inverse, shift)
+        scaled = self._sweep_columns(block, [grid] * len(block), codes, values, moves)
         return scaled.square_().sum(0)
 
     def _fit_grids(self, groups: list[int], weight: Tensor, importance: Tensor) -> None:
@@ -236,10 +234,9 @@ class ColumnSweep:
         )
 
 
-def _sweep_segment(
-    block: Tensor, grids: list[GroupGrid], codes: Tensor, values: Tensor, inverse: Tensor, shift: Tensor | None
-) -> Tensor:
+def _sweep_segment(block: Tensor, grids: list[GroupGrid], codes: Tensor, values: Tensor, moves: _Moves) -> Tensor:
     """Do what `_sweep_columns` does, column by column."""
+    inverse, shift = moves
     scaled = torch.empty_like(block)
     for i, grid in enumerate(grids):
         _round(grid, block[i], codes[i], values[i])

@@ -24,6 +24,7 @@ from gptqkit.kernels.linear import QuantLinear
 from gptqkit.model import FloatModel
 from gptqkit.progress import silent
 from gptqkit.sensitivity import sensitivities
+from gptqkit.walking import FloatWalk
 from support.jobs import CASES, before_blocks, contents, die, processes, quantize, too_little_memory
 from support.models import build, samples
 from support.pipeline import quantize as small
@@ -101,7 +102,8 @@ def lost(models, ids, out):
     config = gptqkit.QuantizeConfig(quality="fast", group_size=32, target_bits=4.0, skip_nonfinite=True)
     run = gptqkit.Run(device="cpu", batch_size=2)
     with join(CPU) as joined:
-        found, *_ = sensitivities(FloatModel(models / "broken"), Samples(ids), config, joined, run, silent, out)
+        walk = FloatWalk(FloatModel(models / "broken"), Samples(ids), joined, run, out)
+        found, *_ = sensitivities(walk, config, silent)
     if joined.rank == 0:
         out.write_text(json.dumps({name: [each.loss for each in found[name]] for name in found}))
 

@@ -21,7 +21,7 @@ from gptqkit.progress import silent
 from gptqkit.quantizer.config import QuantizeConfig
 from gptqkit.targets import find_blocks, find_targets
 from gptqkit.tuning import tune
-from gptqkit.walking import float_streams, own_batches
+from gptqkit.walking import FloatWalk, own_batches
 from support.models import build, overflowing, samples
 from support.pipeline import assert_close, outputs, quantize
 
@@ -170,7 +170,7 @@ def test_errors_of_linears_weigh_what_they_change_of_predictions(tmp_path, name,
     (target,) = (
         each for each in find_targets(source.model, QuantizeConfig(group_size=32))[0][0] if each.inner == inner
     )
-    with float_streams(source, tokens, alone, Run(device="cpu"), tmp_path / "out") as streams:
+    with FloatWalk(source, tokens, alone, Run(device="cpu"), tmp_path / "out").streams() as streams:
         streams.enter(0)
         with streams.block(0):
             found = pull_back(streams, 0, [target], fisher)[target.name].double()

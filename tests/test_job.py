@@ -503,19 +503,6 @@ def test_bits_are_chosen_once(job_models, tmp_path):
     assert contents(out) == contents(tmp_path / "whole")
 
 
-def test_a_job_of_which_batches_were_a_part_goes_on(job_models, undisturbed, tmp_path):
-    """As the first versions wrote job.json."""
-    out = tmp_path / "out"
-    with pytest.raises(Stop):
-        quantize(job_models, "gptq", out, progress=at(10, stop))
-    file = work_path(out) / "job.json"
-    begun = json.loads(file.read_text())
-    assert "batch_size" not in begun["environment"]
-    assert list(begun["job"]) == ["model", "config", "calibration", "batch_size", "device"]
-    quantize(job_models, "gptq", out, resume=True)
-    assert contents(out) == undisturbed("gptq")[1]
-
-
 @pytest.mark.parametrize("kind", [torch.Tensor.numpy, lambda ids: pandas.DataFrame({"input_ids": ids.tolist()})])
 def test_sources_that_do_not_compare_as_a_whole_are_reported_by_name(job_models, tmp_path, kind):
     source = kind(samples(4).input_ids)

@@ -15,6 +15,7 @@ from gptqkit.errors import ConfigError, DoesNotFitError, NonFiniteError, OutputE
 from gptqkit.model import FloatModel
 from gptqkit.progress import silent
 from gptqkit.sensitivity import sensitivities
+from gptqkit.walking import FloatWalk
 from support.models import build, overflowing, samples, save
 from support.pipeline import assert_close, outputs, quantize, weights
 
@@ -308,7 +309,8 @@ def test_a_sample_that_overflows_where_a_block_ends_shows_nothing(tmp_path, monk
     config = QuantizeConfig(quality="fast", group_size=32, target_bits=4.0, skip_nonfinite=True)
     for folder, tokens in (("plain", good), ("model", ids)):
         alone, how, out = Processes(0, 1, torch.device("cpu")), Run(device="cpu"), tmp_path / "out"
-        found = sensitivities(FloatModel(tmp_path / folder), Samples(tokens), config, alone, how, silent, out)[0]
+        walk = FloatWalk(FloatModel(tmp_path / folder), Samples(tokens), alone, how, out)
+        found = sensitivities(walk, config, silent)[0]
         losses.append({name: [candidate.loss for candidate in found[name]] for name in found})
     for name, expected in losses[0].items():  # where it ends, its Linears have seen those samples
         assert losses[1][name] == pytest.approx(expected, rel=0.5 if "layers.0" in name else 1e-5), name
@@ -322,7 +324,7 @@ def test_padding_does_not_change_what_is_measured(tmp_path):
     losses = []
     for given in (Samples(tokens), Samples(torch.where(mask, tokens.repeat(1, 3)[:, :60], 7), mask)):
         alone, run, out = Processes(0, 1, torch.device("cpu")), Run(device="cpu"), tmp_path / "out"
-        found = sensitivities(FloatModel(tmp_path / "model"), given, config, alone, run, silent, out)[0]
+        found = sensitivities(FloatWalk(FloatModel(tmp_path / "model"), given, alone, run, out), config, silent)[0]
         losses.append({name: [candidate.loss for candidate in found[name]] for name in found})
     for name, expected in losses[0].items():  # where it ends, its Linears have seen those samples
         assert losses[1][name] == pytest.approx(expected, rel=0.5 if "layers.0" in name else 1e-5), name

@@ -72,7 +72,7 @@ def problem(config):
     """Linears that share an input, but for the last, and their weights."""
     generator, shapes = torch.Generator().manual_seed(0), ((64, 96), (135, 96), (40, 96))
     weights = {str(number): torch.randn(shape, generator=generator) for number, shape in enumerate(shapes)}
-    targets = [Target(name, name, tuple(weight.shape), config) for name, weight in weights.items()]
+    targets = [Target(name, name, tuple(weight.shape), config=config) for name, weight in weights.items()]
     mixing = torch.randn(96, 96, generator=generator)
     found = []
     for _ in range(2):

@@ -16,7 +16,7 @@ NAMES = ["attention.q", "attention.k", *EXPERTS, "mlp.shared.0.up", "mlp.shared.
 def target(name, *, split=False):
     expert = int(name.split(".")[2]) if split and name in EXPERTS else None
     experts = None if expert is None else "mlp.experts"
-    return Target(f"model.layers.3.{name}", name, (32, 32), QuantizeConfig(), experts, expert)
+    return Target(f"model.layers.3.{name}", name, (32, 32), experts=experts, expert=expert, config=QuantizeConfig())
 
 
 def names_of(groups):

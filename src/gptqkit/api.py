@@ -56,6 +56,7 @@ from .run import PLACES, Run
 from .sensitivity import with_chosen_before, with_chosen_bits
 from .settings import settings_of
 from .units import size_text
+from .walking import FloatWalk
 
 _LOG = logging.getLogger("gptqkit")
 
@@ -151,9 +152,8 @@ def quantize(
             run = replace(run, batch_size=job.batch_size)
             with explained_memory():
                 if config.chooses_bits and samples is not None:
-                    config = job.chosen() or job.choose(
-                        with_chosen_bits(source, samples, config, processes, run, progress, out)
-                    )
+                    walk = FloatWalk(source, samples, processes, run, out)
+                    config = job.chosen() or job.choose(with_chosen_bits(walk, config, progress))
                 pipeline = Pipeline(source, samples, config, job, processes, run=run, progress=progress)
                 pipeline.run()
                 report = pipeline.report(name, asked)

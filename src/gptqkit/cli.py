@@ -214,8 +214,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (GptqkitError, OSError, MemoryError, RuntimeError, ImportError) as error:
-        if not isinstance(error, (GptqkitError, OSError, MemoryError)) and not _out_of_memory(error):
-            raise
+        if not isinstance(error, (GptqkitError, OSError, MemoryError)):
+            from .calibration.batches import out_of_memory
+
+            if not out_of_memory(error):
+                raise
         if arguments.verbose:
             traceback.print_exc()
         if not isinstance(error, AbandonedError) or commands.launched_rank() == 0:
@@ -223,12 +226,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"gptqkit: error: {said}", file=sys.stderr)
         return 1
     return 0
-
-
-def _out_of_memory(error: Exception) -> bool:
-    from .calibration.batches import out_of_memory
-
-    return out_of_memory(error)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -68,6 +68,12 @@ class Processes:
             with _collective():
                 dist.all_gather_object(values, value)
         return values
+
+    def totals(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+        """Return the sums of both numbers of some pairs, of all processes."""
+        own = [sum(float(each) for each in column) for column in zip(*pairs, strict=True)] or [0.0, 0.0]
+        first, second = (sum(column) for column in zip(*self.gather(own), strict=True))
+        return first, second
 
     @contextmanager
     def trying(self) -> Iterator[Callable[[], bool]]:

@@ -20,14 +20,10 @@ IMPLEMENTATION = "gptqkit"
 
 
 class Expert(nn.Module):
-    """The matrices of one expert: views of the stacks of all, which `experts` held, by their names there.
+    """The matrices of one expert: views of the stacks of all, by their names in the module that held these.
 
     gate_proj and up_proj are the halves of gate_up_proj, also where its rows take turns (gpt-oss): as GPTQModel has it.
     """
-
-    def __init__(self, stacks: Mapping[str, Tensor], number: int, experts: Any) -> None:
-        super().__init__()
-        self.take(stacks, number, experts)
 
     def take(self, stacks: Mapping[str, Tensor], number: int, experts: Any) -> None:
         """Replace the matrices that are in `stacks`; others, such as quantized ones, stay."""
@@ -88,11 +84,7 @@ def split_experts(experts: Any, stacks: Mapping[str, Tensor]) -> None:
     for name in stacks:
         experts._parameters.pop(name, None)
     for number in range(len(next(iter(stacks.values())))):
-        present = experts._modules.get(str(number))
-        if present is None:
-            experts.add_module(str(number), Expert(stacks, number, experts))
-        else:
-            present.take(stacks, number, experts)
+        experts._modules.setdefault(str(number), Expert()).take(stacks, number, experts)
     experts.config._experts_implementation_internal = IMPLEMENTATION
 
 

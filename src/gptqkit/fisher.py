@@ -38,7 +38,7 @@ from .run import Run
 from .streams import Streams
 from .subsets import STATISTICS_BYTES, output_bytes
 from .targets import Target
-from .walking import float_streams
+from .walking import FloatWalk
 
 _LOG = logging.getLogger("gptqkit")
 
@@ -76,7 +76,7 @@ def measure_fisher(
     """Return what the predictions of a float model depend on; every process measures samples of its own.
 
     `folder` is where the gradients are, if `run` keeps activations on disk. Other arguments are those of
-    `float_streams`; `progress` tells of this process.
+    `FloatWalk`; `progress` tells of this process.
 
     Returns:
         None where it cannot be known: the model predicts nothing, or memory runs out with a single sample.
@@ -93,7 +93,7 @@ def measure_fisher(
         for step, part in enumerate(parts, 1):
             numbers = chosen[part.start : part.stop]
             few = Samples(ids[numbers], None if mask is None else mask[numbers])
-            with float_streams(model, few, Processes(0, 1, processes.device), run, out) as streams:
+            with FloatWalk(model, few, Processes(0, 1, processes.device), run, out).streams() as streams:
                 for layer in () if behind else streams.stacks[-1].blocks:
                     file = states_file(folder, "gradients", layer, processes.rank)
                     kept = range(len(chosen)), streams.stacks[-1].shape, torch.bfloat16, processes.device

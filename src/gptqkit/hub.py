@@ -55,14 +55,9 @@ def fetch(
     from huggingface_hub import snapshot_download  # here, because it takes long
 
     kinds = UNUSED if weights else (*UNUSED, ".safetensors")
-    try:
-        unused = [f"*{kind}" for kind in kinds]
+    unused, where = [f"*{kind}" for kind in kinds], "" if revision is None else f" at revision {revision}"
+    with _asking(f"there is no folder {path_or_id}, and the Hub does not give such a model{where}"):
         path = Path(snapshot_download(str(path_or_id), revision=revision, ignore_patterns=unused))
-    except Exception as error:  # of the network, or of the Hub
-        raise DatasetUnavailableError(
-            f"there is no folder {path_or_id}, and the Hub does not give such a model"
-            f"{'' if revision is None else f' at revision {revision}'}: {_first_line(error)}"
-        ) from error
     if not tokenizer:
         here = {file.name for file in path.iterdir()}
         if "config.json" not in here or not any(name.endswith(".safetensors") for name in here):
@@ -83,25 +78,25 @@ class Remote:
         """Return the names of all files; DatasetUnavailableError where the Hub does not give them."""
         from huggingface_hub import HfApi
 
-        with self._explained("the list of its files"):
+        with _asking(f"{self.repository}: the Hub does not give the list of its files"):
             return list(HfApi().list_repo_files(self.repository, revision=self.commit))
 
     def header(self, name: str) -> dict[str, tuple[str, list[int]]]:
         """Return dtype (such as "F16") and shape of every tensor in a safetensors file, without its data."""
         from huggingface_hub import HfApi
 
-        with self._explained(f"the header of {name}"):
+        with _asking(f"{self.repository}: the Hub does not give the header of {name}"):
             found = HfApi().parse_safetensors_file_metadata(self.repository, name, revision=self.commit)
         return {key: (info.dtype, info.shape) for key, info in found.tensors.items()}
 
-    @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # of the network, or of the Hub
-            raise DatasetUnavailableError(
-                f"{self.repository}: the Hub does not give {what}: {_first_line(error)}"
-            ) from error
+
+@contextmanager
+def _asking(what: str) -> Iterator[None]:
+    """Ask the Hub; say `what` is wrong where it gives no answer."""
+    try:
+        yield
+    except Exception as error:  # of the network, or of the Hub
+        raise DatasetUnavailableError(f"{what}: {_first_line(error)}") from error
 
 
 def _recognize(name: Path | str, files: Collection[str], *, gguf: bool = False) -> None:

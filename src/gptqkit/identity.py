@@ -19,8 +19,6 @@ from .quantizer.config import QuantizeConfig
 from .version import __version__
 
 _DIGEST = re.compile("[0-9a-f]{64}")
-_CONTENTS = {"calibration.tokens": "the calibration text, or the tokenizer, gives other tokens"}
-"""What it means where a digest differs, if not that a file of the model has other contents."""
 
 
 def identity_of(
@@ -85,5 +83,7 @@ def differences(before: Any, now: Any, where: str = "", form: str = "{} was {!r}
     if before == now:
         return []
     if any(isinstance(value, str) and _DIGEST.fullmatch(value) for value in (before, now)):
-        return [_CONTENTS.get(where) or f"{where.removeprefix('model.')} has other contents"]
+        if where == "calibration.tokens":
+            return ["the calibration text, or the tokenizer, gives other tokens"]
+        return [f"{where.removeprefix('model.')} has other contents"]
     return [form.format(where, before, now)]

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from .api import drawn_samples, explained_memory, on_disk
 from .assembly import stored_module
 from .calibration.config import calibration_of
-from .calibration.samples import Samples
-from .distributed import Processes, join
+from .distributed import join
 from .errors import ConfigError, OutputExistsError
 from .export.checkpoint import public_name
 from .export.imatrix import write_imatrix
@@ -29,7 +28,7 @@ from .quantizer.config import QuantizeConfig
 from .run import Run
 from .settings import settings_of
 from .targets import find_targets, tell_misfits
-from .walking import float_blocks
+from .walking import FloatWalk
 
 WIDEST = QuantizeConfig(type="q8_0")  # of blocks of 32 columns: the widest choice of Linears
 
@@ -80,7 +79,7 @@ def imatrix(
         samples = drawn_samples(source, calibration, tokenizer)
         remove_leftovers(out)
         with explained_memory():
-            sums = _squared_inputs(source, samples, processes, run, progress, out)
+            sums = _squared_inputs(FloatWalk(source, samples, processes, run, out), progress)
     count, length = samples.input_ids.shape
     model_config = source.model.config.to_dict()
     write_imatrix(out, sums, model_config, dataset=public_name(calibration.source), samples=count, length=length)
@@ -94,20 +93,13 @@ def _is_gguf(file: Path) -> bool:
 
 
 @torch.no_grad()
-def _squared_inputs(
-    model: FloatModel,
-    samples: Samples,
-    processes: Processes,
-    run: Run,
-    progress: ProgressCallback,
-    out: Path,
-) -> list[tuple[str, Tensor, int]]:
+def _squared_inputs(walk: FloatWalk, progress: ProgressCallback) -> list[tuple[str, Tensor, int]]:
     """Return of every Linear in the blocks its stored name, the sums of x_j^2, (in,) float32, and how many tokens."""
-    targets, left = find_targets(model.model, WIDEST)
-    tell_misfits(targets, left, WIDEST, strict=run.strict)
+    targets, left = find_targets(walk.model.model, WIDEST)
+    tell_misfits(targets, left, WIDEST, strict=walk.run.strict)
     found: list[tuple[str, Tensor, int]] = []
     total = sum(map(len, targets))
-    for layer, streams in float_blocks(model, samples, processes, run, out):
+    for layer, streams in walk.blocks():
         for portion in streams.collect(layer, streams.trace(layer, targets[layer])):
             for measured in portion:
                 for target in measured.targets:
@@ -115,7 +107,7 @@ def _squared_inputs(
                     if measured.statistics is not None and measured.statistics.tokens:  # none may reach an expert
                         tokens = measured.statistics.tokens
                         squares = measured.statistics.hessian().diagonal().cpu() * tokens
-                    found.append((stored_module(model, target.name), squares, tokens))
+                    found.append((stored_module(walk.model, target.name), squares, tokens))
                     done = len(found)
                     progress(Progress(stage="imatrix", done=done, total=total, layer=layer, module=target.name))
     return found

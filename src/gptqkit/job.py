@@ -234,7 +234,7 @@ class Job:
             )
         begun, identity, asked = self._read_json(known), dict(identity), identity.get("batch_size")
         for job, place in ((begun["job"], begun["environment"]), (identity, environment)):
-            place["batch_size"] = job.pop("batch_size", None) or LARGEST_BATCH  # a smaller one may let a job go on
+            place["batch_size"] = job.pop("batch_size") or LARGEST_BATCH  # a smaller one may let a job go on
         different = differences(begun["job"], identity)
         if different:
             raise ResumeError(

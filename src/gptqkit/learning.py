@@ -103,9 +103,7 @@ class _Fit:
 
     def score(self, values: Matrices) -> float:
         """Return the distance, relative to the float output, on the samples kept aside."""
-        found = self._in_room(values, self._distances)
-        own = [sum(float(each) for each in column) for column in zip(*found, strict=True)] or [0.0, 0.0]
-        distance, size = (sum(column) for column in zip(*self._processes.gather(own), strict=True))
+        distance, size = self._processes.totals(self._in_room(values, self._distances))
         return float((distance / size) ** 0.5) if size else 0.0
 
     def _in_room(self, values: Matrices, work: Callable[[int], _Result]) -> _Result:

@@ -51,23 +51,13 @@ class _Kept:
         return ours.from_dict(values, **options)
 
 
-# The same names: transformers compares them with a caller's.
-class GPTQConfig(_Kept, theirs.GPTQConfig):  # type: ignore[misc]  # noqa: D101
-    pass
+def _kept(original: type) -> type:
+    """Return a class of the same name, which transformers compares with that of a caller's config."""
+    return type(original.__name__, (_Kept, original), {"__module__": __name__})
 
 
-class AwqConfig(_Kept, theirs.AwqConfig):  # type: ignore[misc]  # noqa: D101
-    pass
-
-
-class CompressedTensorsConfig(_Kept, theirs.CompressedTensorsConfig):  # type: ignore[misc]  # noqa: D101
-    pass
-
-
-class AutoRoundConfig(_Kept, theirs.AutoRoundConfig):  # type: ignore[misc]  # noqa: D101
-    pass
-
-
+GPTQConfig, AwqConfig = _kept(theirs.GPTQConfig), _kept(theirs.AwqConfig)
+CompressedTensorsConfig, AutoRoundConfig = _kept(theirs.CompressedTensorsConfig), _kept(theirs.AutoRoundConfig)
 CONFIGS = {
     "gptq": GPTQConfig,
     "awq": AwqConfig,

@@ -8,28 +8,23 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from .calibration.samples import Samples
-from .distributed import Processes
 from .errors import ConfigError, ShapeError
 from .export.formats import find_format, find_snap
 from .export.modules import CHOSEN, experts_of
-from .model import FloatModel
 from .progress import Progress, ProgressCallback
 from .quantizer.allocation import Candidate, allocate_bits
 from .quantizer.config import BITS, ModuleOverride, QuantizeConfig
 from .quantizer.gptq import solve_gptq
-from .run import Run
 from .solving import naming
 from .streams import Streams
 from .targets import Target, find_head, find_targets, matrix, tell_misfits
 from .units import counted, size_text
-from .walking import float_blocks
+from .walking import FloatWalk
 
 _LOG = logging.getLogger("gptqkit")
 SAMPLES = 4  # on which a block shows what an error inside it does to its output
@@ -41,15 +36,7 @@ PLAIN: Mapping[str, Any] = {"grid": "mse", "refine_rounds": 0, "two_sided": Fals
 
 
 @torch.no_grad()
-def with_chosen_bits(
-    source: FloatModel,
-    samples: Samples,
-    config: QuantizeConfig,
-    processes: Processes,
-    run: Run,
-    progress: ProgressCallback,
-    out: Path,
-) -> QuantizeConfig:
+def with_chosen_bits(walk: FloatWalk, config: QuantizeConfig, progress: ProgressCallback) -> QuantizeConfig:
     """Return the settings with an override for every module that gets other bits or groups, or stays in float.
 
     Linears that share an input, such as q, k and v, and all experts of a layer are kept in the same way, as servers
@@ -58,17 +45,16 @@ def with_chosen_bits(
     error in this part does to the output of its block, measured for one candidate; outputs count relative to their own
     size, and losses of blocks add up.
 
-    The samples go through the float model; hidden states may be kept beside `out` for now. `progress` is called once
-    per block.
+    `progress` is called once per block.
 
     Raises:
         ConfigError: A format with one setting for all modules, a target that cannot be reached, or, with `strict`,
             Linears that do not fit.
     """
-    parts, members, whole = sensitivities(source, samples, config, processes, run, progress, out)
+    parts, members, whole = sensitivities(walk, config, progress)
     free = [target for group in members.values() for target in group]
     chosen = allocate_bits(parts, _budget(whole, free, parts, config))
-    if processes.rank == 0:
+    if walk.processes.rank == 0:
         counts = Counter[str]()
         for name in sorted(chosen, key=lambda each: (chosen[each].bits or math.inf, -(chosen[each].group_size or 0))):
             counts[_name(chosen[name])] += len(members[name])
@@ -89,21 +75,15 @@ def with_chosen_before(config: QuantizeConfig, before: QuantizeConfig) -> Quanti
 
 
 def sensitivities(
-    source: FloatModel,
-    samples: Samples,
-    config: QuantizeConfig,
-    processes: Processes,
-    run: Run,
-    progress: ProgressCallback,
-    out: Path,
+    walk: FloatWalk, config: QuantizeConfig, progress: ProgressCallback
 ) -> tuple[dict[str, list[Candidate]], dict[str, list[Target]], int]:
     """Return, by the name of its first Linear, every part's candidates, and its Linears; and bytes as asked for.
 
     Arguments and errors are those of `with_chosen_bits`.
     """
-    targets, left = find_targets(source.model, config)
-    tell_misfits(targets, left, config, strict=run.strict, log=False)
-    head, (whole, itemsizes) = find_head(source.model, config), source.stored_bytes()
+    targets, left = find_targets(walk.model.model, config)
+    tell_misfits(targets, left, config, strict=walk.run.strict, log=False)
+    head, (whole, itemsizes) = find_head(walk.model.model, config), walk.model.stored_bytes()
     every = [each for own in [*targets, [head] if head else []] for each in own]
     floats = {each.name: each.weights * itemsizes.get(f"{each.name}.weight", 0) for each in every}
     whole += sum(each.packed_bytes - floats[each.name] for each in every)
@@ -115,12 +95,12 @@ def sensitivities(
             raise ConfigError(f"target_size is {asked}, in which everything fits in floating point; give less")
     parts: dict[str, list[Candidate]] = {}
     members: dict[str, list[Target]] = {}
-    for layer, streams in float_blocks(source, samples, processes, run, out, skip=config.skip_nonfinite):
+    for layer, streams in walk.blocks(skip=config.skip_nonfinite):
         for own, lost in _alike(_measured(layer, targets[layer], streams, config)):
             stored = 8 * sum(floats[each.name] for each in own)
             plain = Candidate(bits=None, group_size=None, size=stored, loss=0.0)
             parts[own[0].name], members[own[0].name] = [*_candidates(own, lost, config), plain], own
-        if processes.rank == 0:
+        if walk.processes.rank == 0:
             progress(Progress(stage="choose bits", done=layer + 1, total=len(targets), layer=layer))
     called = {each.name for own in members.values() for each in own}
     never = [each for each in free if each.name not in called]  # so they stay as they are

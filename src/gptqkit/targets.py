@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -48,20 +48,14 @@ class Linear:
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
+class Target(Linear):
     """A Linear to be quantized.
 
     Attributes:
-        name, inner, shape, experts, expert: As of the `Linear`.
         config: The settings that hold for it; groups are smaller than asked for where those do not divide its columns.
     """
 
-    name: str
-    inner: str
-    shape: tuple[int, int]
-    config: QuantizeConfig
-    experts: str | None = None
-    expert: int | None = None
+    config: QuantizeConfig = field(kw_only=True)
 
     @property
     def weights(self) -> int:
@@ -298,7 +292,7 @@ def _target(linear: Linear, config: QuantizeConfig, common: QuantizeConfig, desc
     size = None if asked is None or config.type is not None else fitting_group(columns, asked)  # GGUF's have their own
     if size not in (None, asked):
         config = dataclasses.replace(config, group_size=size)
-    target = Target(name, linear.inner, linear.shape, config, linear.experts, linear.expert)
+    target = Target(**vars(linear), config=config)
     try:
         if layout.uniform and (config.bits, asked) != (common.bits, common.group_size):
             raise ConfigError(f"{config.format} knows one setting for all modules; skip it or take another format")

@@ -158,9 +158,8 @@ class _Run:
         found, self._piece = in_pieces(
             lambda size: [self._divergence(part) for part in self._counted(self._aside, size)], self._piece
         )
-        own = [sum(float(each) for each in column) for column in zip(*found, strict=True)] or [0.0, 0.0]
-        divergence, tokens = (sum(column) for column in zip(*self._processes.gather(own), strict=True))
-        return float(divergence) / max(float(tokens), 1.0)
+        divergence, tokens = self._processes.totals(found)
+        return divergence / max(tokens, 1.0)
 
     def _gradients(self, batch: range) -> list[Tensor]:
         """Return the gradients of some samples, with as much at once as memory holds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,34 +26,36 @@ def own_batches(model: FloatModel, samples: Samples, processes: Processes, run: 
     return Batches(samples, parts_of(samples, model.model), mine, size, processes.device)
 
 
-@contextmanager
-def float_streams(
-    model: FloatModel, samples: Samples, processes: Processes, run: Run, out: Path, *, skip: bool = False
-) -> Iterator[Streams]:
-    """Give what runs the samples, while all but the blocks is there.
+@dataclass(frozen=True, eq=False)
+class FloatWalk:
+    """The samples that are to go through the float model, in these processes, as `run` says.
 
     Hidden states are kept in memory, or where `run` says; on disk beside `out`, which is what is to be written, and
     only for now, since nothing resumes this. With `skip`, samples with non-finite activations are left out.
     """
-    batches = own_batches(model, samples, processes, run)
-    dtype = torch.float32 if processes.device.type == "cpu" else model.dtype  # as the pipeline
-    streams = Streams(model, batches, processes, paired=False, cross=False, skip=skip)
-    place = "memory" if run.activations == "auto" else run.activations
-    with scratch(out) as folder, model.outside(processes.device, dtype):
-        streams.begin(folder, None, dtype, place)
-        yield streams
 
+    model: FloatModel
+    samples: Samples
+    processes: Processes
+    run: Run
+    out: Path
 
-def float_blocks(
-    model: FloatModel, samples: Samples, processes: Processes, run: Run, out: Path, *, skip: bool = False
-) -> Iterator[tuple[int, Streams]]:
-    """Yield the number of every block while it is there, with what runs the samples, and let them through it.
+    @contextmanager
+    def streams(self, *, skip: bool = False) -> Iterator[Streams]:
+        """Give what runs the samples, while all but the blocks is there."""
+        model, device, place = self.model, self.processes.device, self.run.activations
+        batches = own_batches(model, self.samples, self.processes, self.run)
+        dtype = torch.float32 if device.type == "cpu" else model.dtype  # as the pipeline
+        streams = Streams(model, batches, self.processes, paired=False, cross=False, skip=skip)
+        with scratch(self.out) as folder, model.outside(device, dtype):
+            streams.begin(folder, None, dtype, "memory" if place == "auto" else place)
+            yield streams
 
-    Arguments are those of `float_streams`.
-    """
-    with float_streams(model, samples, processes, run, out, skip=skip) as streams:
-        for layer, block in enumerate(model.blocks):
-            streams.enter(layer)
-            with streams.block(layer):
-                yield layer, streams
-                streams.advance("hidden", layer, block, resumable=False)
+    def blocks(self, *, skip: bool = False) -> Iterator[tuple[int, Streams]]:
+        """Yield the number of every block while it is there, with what runs the samples, and let them through it."""
+        with self.streams(skip=skip) as streams:
+            for layer, block in enumerate(self.model.blocks):
+                streams.enter(layer)
+                with streams.block(layer):
+                    yield layer, streams
+                    streams.advance("hidden", layer, block, resumable=False)

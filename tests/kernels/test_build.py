@@ -1,5 +1,6 @@
-"""What the build script finds, reads and says."""
+"""What the build script finds and says, and what is read of the machine code."""
 
+import importlib
 import sys
 
 import pytest
@@ -42,19 +43,25 @@ def test_the_compilers_words_are_in_the_error(tools, tmp_path):
         build.build(tmp_path / "new" / "lib.so")
 
 
-def test_the_check_names_what_lacks_tensor_cores(tools, monkeypatch):
+@pytest.fixture
+def machine_code(root, monkeypatch):
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    return importlib.import_module("machine_code")
+
+
+def test_the_check_names_what_lacks_tensor_cores(tools, machine_code, monkeypatch):
     whole = 'printf "Function : _Z4gemm\\n  HMMA.16816.F32\\n  LDGSTS.E.BYPASS R1\\n"'
     tools(nvcc="exit 0", cuobjdump=whole)
-    monkeypatch.setattr(sys, "argv", ["build.py", "--check"])
-    build.main()
+    monkeypatch.setattr(sys, "argv", ["machine_code.py"])
+    machine_code.main()
     tools(cuobjdump=whole.replace("HMMA", "FFMA"))
     with pytest.raises(SystemExit, match=r"_Z4gemm has no HMMA\.16816\.F32$"):
-        build.main()
+        machine_code.main()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(build.find_nvcc() is None, reason="needs nvcc")
-def test_spilled_registers_are_an_error(tmp_path):
+def test_spilled_registers_are_an_error(machine_code, tmp_path):
     work = "".join(f"a[{i}] = a[{i}] * a[{i * 7 % 64}] + a[{i * 13 % 64}]; " for i in range(64))
     load, store = (
         "".join(pattern.format(i) for i in range(64)) for pattern in ("p[{0} * 64 + t], ", "p[{0} * 64 + t] = a[{0}]; ")
@@ -63,4 +70,4 @@ def test_spilled_registers_are_an_error(tmp_path):
     head = "__global__ void __launch_bounds__(1024, 2) spilling(float *p) { const int t = threadIdx.x; "
     source.write_text(f"{head} float a[] = {{{load}}}; __syncthreads(); {work} {store} }}", encoding="utf-8")
     with pytest.raises(build.BuildError, match="spilling"):
-        build.compile_object(source, tmp_path / "spill.o", ("90",))
+        machine_code.compile_object(source, tmp_path / "spill.o", ("90",))
