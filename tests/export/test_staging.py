@@ -63,7 +63,7 @@ def test_what_is_no_quantized_model_is_never_overwritten(tmp_path, name):
     for target in (tmp_path / "precious", tmp_path / "precious" / name):
         with pytest.raises(OutputExistsError, match="something other than a quantized model"):
             write(target, overwrite=True)
-        with pytest.raises(OutputExistsError, match="exists already; choose another directory$"):
+        with pytest.raises(OutputExistsError, match=r"exists already; choose another directory$"):
             write(target)
     assert [path.name for path in (tmp_path / "precious").iterdir()] == [name]
 
