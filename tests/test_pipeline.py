@@ -272,7 +272,7 @@ def test_samples_with_non_finite_activations_stop_the_run_or_are_left_out(name, 
     assert (report.excluded_samples, report.tokens) == (1, 5 * 24)
     quantize(model, tmp_path / "without", kept, method="gptaq")
     expected, found = weights(tmp_path / "without"), weights(tmp_path / "out")
-    assert max(share_that_differs(expected[each], found[each]) for each in expected) < 0.02
+    assert max(share_that_differs(expected[each], found[each]) for each in expected) < 0.1  # with the sample, over 0.24
 
 
 def test_where_outputs_are_added_is_seen_in_a_sample_that_counts(tmp_path):
