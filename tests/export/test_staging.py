@@ -47,7 +47,7 @@ def test_an_existing_model_is_replaced_only_where_asked(tmp_path):
     with pytest.raises(
         OutputExistsError, match=r"exists already; .*, or overwrite it \(overwrite=True, --overwrite\)$"
     ):
-        write(out)
+        write(out, overwrite=False)
     assert (out / "mark").exists()
     write(link, overwrite=True)  # what it points to
     assert not (out / "mark").exists()
