@@ -359,8 +359,8 @@ ROUTED, ODD, ODD_EXPERTS = (
 )
 REFUSED = [
     (OutputExistsError, "there exists", {"out": "there"}),
-    (OutputExistsError, "something other than a quantized model", {"out": "llama", "run": {"overwrite": True}}),
     (ConfigError, "llama is the source itself", {"out": "llama"}),
+    (ConfigError, "llama is the source itself", {"out": "llama", "run": {"overwrite": True}}),
     (ConfigError, "llama/out and .*/llama lies in the other", {"out": "llama/out"}),
     (CalibrationError, "method .loaq. needs calibration text; give some .only method .rtn. by", {"source": None}),
     (

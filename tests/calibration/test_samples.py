@@ -132,7 +132,7 @@ def test_ready_samples_are_taken_from_the_first_on():
     with pytest.raises(CalibrationError, match=r"samples of 4 tokens, and sequence_length is 8.*use sequence_length 4"):
         draw(ids, None, 4, 8, sequence_length=8)
     assert torch.equal(draw(ids, None, 4, 8).input_ids, ids[:4].long())
-    with pytest.raises(CalibrationError, match="the tensor gives 0 samples .*; give more text or a smaller"):
+    with pytest.raises(CalibrationError, match=r"the tensor gives 0 samples .*; give more text or a smaller"):
         draw(ids[:0], None, 4, 4)
 
 
