@@ -361,6 +361,7 @@ REFUSED = [
     (OutputExistsError, "there exists", {"out": "there"}),
     (OutputExistsError, "something other than a quantized model", {"out": "there", "run": {"overwrite": True}}),
     (ConfigError, "llama is the source itself", {"out": "llama"}),
+    (ConfigError, "llama is the source itself", {"out": "llama", "run": {"overwrite": True}}),
     (ConfigError, "llama/out and .*/llama lies in the other", {"out": "llama/out"}),
     (CalibrationError, "method .loaq. needs calibration text; give some .only method .rtn. by", {"source": None}),
     (
