@@ -46,6 +46,7 @@ def logits(model, name, tokens):
 @pytest.mark.parametrize("name", CASES)
 def test_from_disk_to_an_evaluated_checkpoint(name, tmp_path):
     settings, padded = CASES[name]
+    settings = {"grid": "minmax", **settings}
     tokens = samples(padded=padded)
     source = save(build(name), tmp_path / "model")
     report = quantize(tmp_path / "model", tmp_path / "out", tokens, **settings).report

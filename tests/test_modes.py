@@ -12,7 +12,16 @@ from support.jobs import contents
 from support.models import build, samples, save
 
 SETTINGS = gptqkit.QuantizeConfig(
-    method="qep", bits=3, group_size=32, sym=False, learn_iterations=2, two_sided=True, tune_epochs=1, target_bits=3.5
+    method="qep",
+    grid="minmax",
+    refine_rounds=1,
+    bits=3,
+    group_size=32,
+    sym=False,
+    learn_iterations=2,
+    two_sided=True,
+    tune_epochs=1,
+    target_bits=3.5,
 )
 
 
@@ -84,7 +93,7 @@ def same(one, other):
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain")
-    save(build("llama"), folder / "model")
+    save(build("llama", num_hidden_layers=1), folder / "model")
     return folder / "model", everything(folder / "model", folder)
 
 

@@ -39,7 +39,8 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("Q3_K_M", "Q5_1"
 def test_transformers_reads_the_file_as_we_read_the_folder(tmp_path, kind):
     save(build(), tmp_path / "float")
     more = {"learn_iterations": 3} if kind == "Q2_K" else {}  # moves codes, and leaves two-level scales alone
-    result = quantize(tmp_path / "float", tmp_path / "out", tokens(), type=kind, group_size=128, sym=True, **more)
+    settings = {"type": kind, "method": "rtn", "group_size": 128, "sym": True, **more}
+    result = quantize(tmp_path / "float", tmp_path / "out", tokens(2), **settings)
     assert not list((tmp_path / "out").glob("*.safetensors"))
     ours, own = gptqkit.load(tmp_path / "out", device="cpu", dtype="float32")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf")
@@ -303,7 +304,7 @@ def test_conversion_is_exact_and_goes_back(tmp_path):
 
 def test_chosen_bits_convert_too(tmp_path):
     save(build(**{**NARROW, "num_hidden_layers": 1}), tmp_path / "float")
-    quantize(tmp_path / "float", tmp_path / "gptq", tokens(), bits=4, sym=True, target_bits=5.5)
+    quantize(tmp_path / "float", tmp_path / "gptq", tokens(2), method="rtn", sym=True, target_bits=5.5)
     gptqkit.convert(tmp_path / "gptq", tmp_path / "gguf", format="gguf")
     before, after = (gptqkit.open_checkpoint(tmp_path / name) for name in ("gptq", "gguf"))
     assert len({spec.bits for spec in before.layers.values()}) > 1

@@ -92,7 +92,7 @@ def test_block_size_does_not_change_the_codes(order, group_size, grid):
     weight, inputs = correlated(16, 192, 1000)
     cross = 0.1 * correlated(192, 192, 1)[0]
     shared = config(group_size=group_size, grid=grid, method="gptaq", **ORDERS[order])
-    blocks = [dataclasses.replace(shared, block_size=size) for size in (1, 16, 50, 128, 1000)]
+    blocks = [dataclasses.replace(shared, block_size=size) for size in (1, 50, 128, 1000)]
     results = [solve_gptaq(weight, moments(inputs), cross, each).weight for each in blocks]
     for other in results[1:]:
         for part in ("codes", "scale", "offset"):

@@ -183,9 +183,9 @@ def build(name, **changes):
     return model
 
 
-def overflowing(name):
+def overflowing(name, **changes):
     """A model in which token 95, and no other, overflows: it alone has a first channel, which is multiplied."""
-    model = build(name)
+    model = build(name, **changes)
     embedding = model.get_input_embeddings().weight.data
     embedding[:, 0] = 0
     embedding[95] = torch.eye(64)[0]
