@@ -37,7 +37,7 @@ CASES = {  # model, settings, how it is run
     ),
     "disk": ("mistral", {"method": "loaq", "true_sequential": False}, {"activations": "disk"}),
     "experts": ("mixtral", {"method": "gptaq", "format": "gptq"}, {"shard_size": 60000}),
-    "learned": ("mistral", {"learn_iterations": 3, "two_sided": True}, {"activations": "disk"}),
+    "learned": ("mistral", {"learn_iterations": 2, "two_sided": True}, {"activations": "disk"}),
     "padded": ("broken", {"skip_nonfinite": True}, {}),
     "rtn": ("mistral", {"method": "rtn", "lm_head": True}, {}),
     "two stacks": ("t5", {"method": "gptaq", "desc_act": True}, {"activations": "disk"}),
