@@ -412,7 +412,7 @@ def test_the_installed_command_from_a_model_to_another_format(example_model, sma
         return SimpleNamespace(stdout=(tmp_path / "printed").read_text(), stderr=ended.text)
 
     length = ("--sequence-length", 64, "--device", "cpu")
-    quick = ("--skip", "layers.[1-5].", "--override", "down_proj$:bits=8", "--learn-iterations", 2, "--grid", "minmax")
+    quick = ("--skip", "layers.[1-5].", "--override", "down_proj$:bits=8", "--learn-iterations", 2, "--quality", "fast")
     texts = ("--calibration", text, "--samples", 2, "--evaluate-on", text)
     words = ["quantize", example_model, out, *texts, *length, *quick]
     done = run([str(Path(sys.executable).with_name("gptqkit")), *map(str, words)])

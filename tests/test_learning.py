@@ -54,7 +54,7 @@ def test_every_step_is_told(tmp_path):
     ("name", "settings"),
     [
         ("qwen2", {"method": "rtn"}),
-        ("gpt2", {"desc_act": True, "two_sided": True}),
+        ("gpt2", {"desc_act": True, "two_sided": True, "refine_rounds": 1}),
         pytest.param("mixtral", {}, marks=pytest.mark.slow),
     ],
 )
@@ -63,8 +63,7 @@ def test_blocks_come_nearer_to_the_float_model(tmp_path, name, settings):
 
     With `two_sided`, errors weigh what they change of predictions (see test_fisher.py).
     """
-    blocks = {} if name == "mixtral" else {"num_hidden_layers": 1}
-    model, settings = build(name, **blocks), {**settings, "grid": "minmax"}  # searched ones differ where it learns
+    model, settings = build(name), {**settings, "grid": "minmax"}  # searched ones differ where it learns
     plain = quantize(model, tmp_path / "plain", samples(64), bits=2, **settings).report
     report = learned(model, tmp_path / "learned", **settings).report
     assert not plain.blocks
@@ -435,11 +434,13 @@ def test_where_one_sample_does_not_fit_the_same_scales_come_of_less_memory(tmp_p
 
 @pytest.mark.parametrize("name", ["t5", pytest.param("bart", marks=pytest.mark.slow)])
 def test_both_stacks_of_an_encoder_decoder_learn(tmp_path, name):
-    plain = quantize(build(name), tmp_path / "plain", samples(32), bits=2, method="rtn", tune_epochs=1).report
-    settings = {"bits": 2, "method": "rtn", "learn_iterations": 15, "tune_epochs": 1}
-    report = quantize(build(name), tmp_path / "out", samples(32), **settings).report
+    blocks = {"num_layers": 1, "num_decoder_layers": 1} if name == "t5" else {}
+    settings = {"bits": 2, "method": "rtn", "tune_epochs": 1}
+    plain = quantize(build(name, **blocks), tmp_path / "plain", samples(32), **settings).report
+    settings["learn_iterations"] = 15
+    report = quantize(build(name, **blocks), tmp_path / "out", samples(32), **settings).report
     assert len(report.blocks) == len({module.layer for module in report.modules})
-    assert sum(block.error < block.error_before for block in report.blocks) > 2
+    assert sum(block.error < block.error_before for block in report.blocks) > len(report.blocks) // 2
     assert report.tuning.divergence < report.tuning.divergence_before < plain.tuning.divergence_before
 
 
