@@ -71,7 +71,20 @@ def matrices_of_blocks(source):
     return {name for name in found if not re.search(left, name)}
 
 
-SLOW = ("mistral", "qwen2", "gemma2", "gpt_neox", "falcon", "qwen2_moe", "qwen3_moe", "gemma3", "llama4", "opt")
+SLOW = (
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "deepseek_v3",
+    "gemma2",
+    "gpt_neox",
+    "falcon",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gemma3",
+    "llama4",
+    "opt",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in CASES])

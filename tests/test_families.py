@@ -39,6 +39,7 @@ SLOW = (
     "glm_moe_dsa",
     "inkling2_text",
     "lfm2_moe",
+    "mamba2",
     "marian",
     "recurrent_gemma",
 )

@@ -280,7 +280,7 @@ def test_a_job_never_goes_on_with_larger_batches(job_models, tmp_path, caplog, a
 
 
 @pytest.mark.parametrize(
-    "case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in FAST)]
+    "case", ["disk", *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != "disk")]
 )
 def test_a_job_goes_on_with_smaller_batches_where_its_own_do_not_fit(
     job_models, undisturbed, tmp_path, case, caplog, monkeypatch
@@ -377,7 +377,7 @@ def test_a_checkpoint_is_as_readable_as_other_files(job_models, tmp_path, mask):
     ("case", "dtype"),
     [
         ("learned", torch.bfloat16),
-        ("gptaq", torch.float64),
+        pytest.param("gptaq", torch.float64, marks=pytest.mark.slow),
         pytest.param("learned", torch.float64, marks=pytest.mark.slow),
         pytest.param("gptaq", torch.bfloat16, marks=pytest.mark.slow),
     ],

@@ -53,9 +53,14 @@ def test_every_step_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("qwen2", {"method": "rtn"}),
         ("gpt2", {"desc_act": True, "two_sided": True, "refine_rounds": 1}),
-        pytest.param("mixtral", {}, marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("qwen2", {"method": "rtn"}),
+                ("mixtral", {}),
+            )
+        ),
     ],
 )
 def test_blocks_come_nearer_to_the_float_model(tmp_path, name, settings):
@@ -167,7 +172,9 @@ def overflow_at_the_end_of(layer, monkeypatch):
     return model
 
 
-@pytest.mark.parametrize(("layer", "bad"), [pytest.param(0, 40, marks=pytest.mark.slow), (0, 60), (1, 60)])
+@pytest.mark.parametrize(
+    ("layer", "bad"), [(1, 60), *(pytest.param(0, each, marks=pytest.mark.slow) for each in (40, 60))]
+)
 def test_a_sample_that_overflows_where_a_block_ends_is_left_out_of_what_is_learned(tmp_path, monkeypatch, layer, bad):
     """That of the last block, too, after which nothing else would notice it."""
     model, ids = overflow_at_the_end_of(layer, monkeypatch), samples(64).input_ids.clamp_(max=94)
@@ -293,10 +300,11 @@ def divergence(path, model, ids):
 @pytest.mark.parametrize(("name", "format_"), [("llama", "gptq"), *SLOW_TUNED])
 def test_tuned_scales_predict_more_like_the_float_model(tmp_path, name, format_):
     """Codes and zero points stay; on the samples kept aside the divergence falls, and is what the report says."""
-    model, settings = build(name), {"bits": 2, "format": format_, "method": "gptq", "grid": "minmax"}
+    model = build(name, num_hidden_layers=1)
+    settings = {"bits": 2, "format": format_, "method": "gptq", "grid": "minmax"}
     quantize(model, tmp_path / "plain", samples(64), **settings)
     report = quantize(
-        model, tmp_path / "tuned", samples(64), **settings, tune_epochs=2, run={"shard_size": 60000}
+        model, tmp_path / "tuned", samples(64), **settings, tune_epochs=2, run={"shard_size": 20000}
     ).report
     aside = samples(64).input_ids[-8:]
     for path, said in (("plain", report.tuning.divergence_before), ("tuned", report.tuning.divergence)):
@@ -309,7 +317,7 @@ def test_tuned_scales_predict_more_like_the_float_model(tmp_path, name, format_)
     assert any(not torch.equal(weight.scale, after[layer].scale) for layer, weight in before.items())
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_samples_left_out_are_not_tuned_on(tmp_path, size):
     """Here the first one, in a batch of its own, the last ones, and one of the two that are kept aside, 14 and 15."""
     model, ids = overflowing("qwen2"), samples(18).input_ids.clamp_(max=94)

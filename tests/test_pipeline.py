@@ -71,11 +71,11 @@ def test_the_fewer_tokens_calibrate_a_layer_the_more_it_is_damped(tmp_path):
 @pytest.mark.parametrize(
     ("method", "true_sequential", "padded"),
     [
-        ("gptq", True, True),
         ("gptq", False, False),
         ("gptaq", True, False),
-        ("gptaq", False, True),
         ("loaq", True, True),
+        pytest.param("gptq", True, True, marks=pytest.mark.slow),
+        pytest.param("gptaq", False, True, marks=pytest.mark.slow),
     ],
 )
 def test_each_module_is_solved_on_the_inputs_of_the_quantized_model(method, true_sequential, padded, tmp_path):
@@ -143,7 +143,10 @@ def test_what_refinement_leaves_of_the_loss_is_told(tmp_path):
         assert after.refined < 0.98
 
 
-@pytest.mark.parametrize(("name", "method", "padded"), [("mixtral", "gptq", True), ("gpt_oss", "gptaq", False)])
+STACKED = pytest.param("gpt_oss", "gptaq", False, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "method", "padded"), [("mixtral", "gptq", True), STACKED])
 def test_every_expert_is_solved_on_the_tokens_routed_to_it(name, method, padded, tmp_path):
     """A loop over tokens in the model whose attention is quantized already; few are filled up with what all receive."""
     tokens, config = samples(padded=padded), gptqkit.QuantizeConfig(group_size=32, sym=False, method=method)

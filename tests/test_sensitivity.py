@@ -128,7 +128,7 @@ def test_smaller_groups_are_choices_too(tmp_path):
     assert {size for bits, size in kept[9.0] if bits == 8} == {64}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_floating_point_is_a_choice_too(tmp_path, dtype):
     model = loud().to(dtype)
     quantize(model, tmp_path / "out", method="rtn", target_bits=12.0)
@@ -146,7 +146,7 @@ def test_overrides_of_all_leave_nothing_to_choose(tmp_path):
     ("name", "dtype", "format_"),
     [
         pytest.param("qwen2", torch.float32, "gptq_v2", marks=pytest.mark.slow),
-        ("qwen2", torch.float32, "compressed-tensors"),
+        pytest.param("qwen2", torch.float32, "compressed-tensors", marks=pytest.mark.slow),
         ("llama", torch.float16, "gptq_v2"),  # its output layer is the embedding
     ],
 )

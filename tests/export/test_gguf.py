@@ -121,25 +121,35 @@ PHI = {"pad_token_id": 0, "vocab_size": 32064}  # transformers reads no other
     ("kind", "settings"),
     [
         ("Llama", {"rope_parameters": {**LLAMA3, "rope_theta": 1e4, "original_max_position_embeddings": 32}}),
-        ("Llama", {"rope_parameters": LINEAR}),
-        ("Qwen2", {"rope_parameters": YARN}),
-        ("Qwen3", {"head_dim": 32}),
+        pytest.param("Llama", {"rope_parameters": LINEAR}, marks=pytest.mark.slow),
+        pytest.param("Qwen2", {"rope_parameters": YARN}, marks=pytest.mark.slow),
+        pytest.param("Qwen3", {"head_dim": 32}, marks=pytest.mark.slow),
         ("Qwen3Moe", {"head_dim": 32, **ROUTED, "num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}),
         ("Mixtral", {**ROUTED, "num_local_experts": 4}),
         pytest.param("Phi3", {**PHI, "rope_parameters": HALF}, marks=pytest.mark.slow),
-        ("Gemma2", {**HEADS, **CAPS}),
+        pytest.param("Gemma2", {**HEADS, **CAPS}, marks=pytest.mark.slow),
         ("Gemma3Text", {**HEADS, "num_hidden_layers": 6, "rope_parameters": {"full_attention": LINEAR}}),
         ("Qwen2", {"rope_parameters": {**YARN, "attention_factor": 2.0}}),
-        ("Qwen2", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.3}}),
+        pytest.param(
+            "Qwen2", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.3}}, marks=pytest.mark.slow
+        ),
         ("Llama", {"rope_parameters": LONGROPE}),
-        ("Llama", {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 64, "attention_factor": 2.0}}),
+        pytest.param(
+            "Llama",
+            {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 64, "attention_factor": 2.0}},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "Phi3",
             {**PHI, "rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
             marks=pytest.mark.slow,
         ),
         ("Gemma2", {**HEADS, **CAPS, **MIXED}),
-        ("Gemma3Text", {**HEADS, **MIXED, "rope_local_base_freq": 50.0, "final_logit_softcapping": 0.5}),
+        pytest.param(
+            "Gemma3Text",
+            {**HEADS, **MIXED, "rope_local_base_freq": 50.0, "final_logit_softcapping": 0.5},
+            marks=pytest.mark.slow,
+        ),
         ("Gemma3Text", {**HEADS, **FULL, "rope_parameters": {"full_attention": {**YARN, "attention_factor": 2.0}}}),
     ],
     ids=[

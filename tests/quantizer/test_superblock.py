@@ -42,7 +42,10 @@ def textbook(weight, hessian, permutation, scale, offset, most):
     return codes
 
 
-@pytest.mark.parametrize(("kind", "order"), [("q2_k", "plain"), ("q3_k", "act_group_aware"), ("q3_k", "static")])
+STATIC = pytest.param("q3_k", "static", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("kind", "order"), [("q2_k", "plain"), ("q3_k", "act_group_aware"), STATIC])
 def test_codes_equal_the_textbook_loop_on_the_grids_that_were_chosen(kind, order):
     weight, hessian = problem()
     settings = config(kind, **ORDERS[order])

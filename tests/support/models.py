@@ -164,7 +164,7 @@ def build(name, **changes):
     config = {**MODELS, **MIXTURES, **OTHERS, **HANDING_ON, **TWO_STACKS}[name]()
     for key, value in changes.items():
         setattr(config, key, value)
-    if getattr(config, "layer_types", None) and "layer_types" not in changes:
+    if "num_hidden_layers" in changes and getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[: config.num_hidden_layers]
     kind = CLASSES.get(name)
     model = (transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)).eval()
