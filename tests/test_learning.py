@@ -58,7 +58,7 @@ def test_every_step_is_told(tmp_path):
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("qwen2", {"method": "rtn"}),
-                ("mixtral", {}),
+                ("mixtral", {"refine_rounds": 2}),
             )
         ),
     ],
