@@ -39,9 +39,11 @@ SLOW = (
     "glm_moe_dsa",
     "inkling2_text",
     "lfm2_moe",
+    "longt5",
     "mamba2",
     "marian",
     "recurrent_gemma",
+    "zamba2",
 )
 """`make families` tries them, too."""
 REFUSED = {
@@ -156,6 +158,7 @@ def test_what_cannot_be_done_is_refused_before_any_work(family, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["float"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_resuming_a_model_with_hidden_states_of_another_form_and_others_beside_them(tmp_path):
     _, inputs = families.build("language model", "gemma3n_text", tmp_path / "float")

@@ -41,7 +41,6 @@ def test_operands_on_two_devices_are_refused(gpu, mix):
 CASES = [
     ("llama", {"method": "gptq", "lm_head": True, "desc_act": True, "grid": "mse", "refine_rounds": 1}, "memory"),
     ("mixtral", {"method": "loaq", "grid": "sim", "overrides": {r"experts\.[1-3]\.": {"skip": True}}}, "device"),
-    ("mamba", {"method": "gptq"}, "disk"),  # adds up in float32, also in bfloat16
     *(
         pytest.param(case, marks=pytest.mark.slow)
         for case in (
@@ -52,6 +51,7 @@ CASES = [
             ("llama", {"method": "loaq", "grid": "sim"}, "auto"),
             ("llava", {"method": "gptaq"}, "auto"),
             ("bert", {"method": "gptq"}, "auto"),
+            ("mamba", {"method": "gptq"}, "disk"),  # adds up in float32, also in bfloat16
             ("t5", {"method": "gptaq"}, "disk"),
         )
     ),
@@ -123,6 +123,7 @@ def test_errors_weigh_the_same_on_a_gpu(tmp_path):
     assert_close(found[1].cpu(), found[0], rtol=0.02)  # chances on the edge between two tokens
 
 
+@pytest.mark.slow
 def test_blocks_of_gguf_are_decided_decoded_and_multiplied_on_a_gpu(gpu, tmp_path):
     gguf_files.save(gguf_files.build(num_hidden_layers=1, intermediate_size=256), tmp_path / "model")
     errors = []
@@ -157,7 +158,7 @@ def checkpoint(example_model, small_text, tmp_path_factory):
     ("batch_size", "dtype", "tolerance"),
     [
         pytest.param(1, "bfloat16", 1e-2, id="fused-bfloat16"),
-        pytest.param(8, "float16", 1e-3, id="dense-float16"),
+        pytest.param(8, "float16", 1e-3, id="dense-float16", marks=pytest.mark.slow),
         pytest.param(1, "float16", 1e-3, id="fused-float16", marks=pytest.mark.slow),
         pytest.param(8, "bfloat16", 1e-2, id="dense-bfloat16", marks=pytest.mark.slow),
     ],

@@ -221,7 +221,7 @@ def test_settings_may_be_dictionaries_whose_names_are_checked(tmp_path):
         gptqkit.evaluate(tmp_path, [[1]], {"windows": 4})
 
 
-@pytest.mark.parametrize("kind", [str, Path])
+@pytest.mark.parametrize("kind", [str, pytest.param(Path, marks=pytest.mark.slow)])
 def test_a_leading_tilde_is_the_home_folder_wherever_a_path_may_stand(kind, example_model, tmp_path, monkeypatch):
     home, here = tmp_path / "home", tmp_path / "here"
     build("llama", vocab_size=4096, num_hidden_layers=1).save_pretrained(home / "float")

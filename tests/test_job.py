@@ -248,7 +248,9 @@ def little_memory_for_what_linears_received(patch):
     patch.setattr(batches, "_broken", lambda rows: too_little_memory(2 * 24)(None, len(rows)) or broken(rows))
 
 
-@pytest.mark.parametrize("lessen", [little_memory_in_blocks, little_memory_for_what_linears_received])
+@pytest.mark.parametrize(
+    "lessen", [little_memory_in_blocks, pytest.param(little_memory_for_what_linears_received, marks=pytest.mark.slow)]
+)
 def test_out_of_memory_halves_the_batch_for_good(job_models, tmp_path, monkeypatch, lessen):
     with monkeypatch.context() as patch:
         lessen(patch)
@@ -266,7 +268,11 @@ def test_out_of_memory_halves_the_batch_for_good(job_models, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"), [(4, ["batch_size stays 1, with which the job was begun, instead of 4"]), (None, [])]
+    ("asked", "said"),
+    [
+        (4, ["batch_size stays 1, with which the job was begun, instead of 4"]),
+        pytest.param(None, [], marks=pytest.mark.slow),
+    ],
 )
 def test_a_job_never_goes_on_with_larger_batches(job_models, tmp_path, caplog, asked, said):
     with pytest.raises(Stop):

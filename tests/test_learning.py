@@ -50,17 +50,13 @@ def test_every_step_is_told(tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
         ("gpt2", {"desc_act": True, "two_sided": True, "refine_rounds": 1}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("qwen2", {"method": "rtn"}),
-                ("mixtral", {"refine_rounds": 2}),
-            )
-        ),
+        ("qwen2", {"method": "rtn"}),
+        ("mixtral", {"refine_rounds": 2}),
     ],
 )
 def test_blocks_come_nearer_to_the_float_model(tmp_path, name, settings):

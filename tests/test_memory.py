@@ -126,7 +126,7 @@ def measured(folder, config, *job):
         pytest.param("llama", 16, 64, {"bits": 2, "target_bits": 4.5}, {}, marks=pytest.mark.slow),
         pytest.param("mixtral", 8, 64, {"learn_iterations": 1, "refine_rounds": 0}, {}, marks=pytest.mark.slow),
         pytest.param("mixtral", 8, 64, {"two_sided": True}, {}, marks=pytest.mark.slow),  # what weighs outputs
-        ("mixtral", 8, 64, {"method": "rtn", "tune_epochs": 1}, {}),
+        pytest.param("mixtral", 8, 64, {"method": "rtn", "tune_epochs": 1}, {}, marks=pytest.mark.slow),
         pytest.param("float32", 0, 64, {"method": "rtn"}, {}, marks=pytest.mark.slow),
         pytest.param("mixtral", 8, 64, {}, {}, marks=pytest.mark.slow),
         pytest.param("llama", 64, 64, {"method": "gptaq"}, {"batch_size": 2}, marks=pytest.mark.slow),

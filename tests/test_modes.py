@@ -97,7 +97,9 @@ def expected(tmp_path_factory):
     return folder / "model", everything(folder / "model", folder)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(each, marks=[pytest.mark.slow] * (each == "inference in bfloat16")) for each in MODES]
+)
 def test_modes_of_the_caller_change_nothing(mode, expected, tmp_path):
     source, plain = expected
     with ExitStack() as modes:
@@ -108,6 +110,7 @@ def test_modes_of_the_caller_change_nothing(mode, expected, tmp_path):
         assert same(found[what], value), what
 
 
+@pytest.mark.slow
 def test_a_default_device_that_was_there_before_the_package(expected, tmp_path):
     source, _ = expected
     code = (

@@ -199,7 +199,7 @@ def test_every_expert_is_solved_on_the_tokens_routed_to_it(name, method, padded,
     assert any(report.prior_tokens for report in reports.values())
 
 
-@pytest.mark.parametrize(("method", "together"), [("gptaq", False), ("gptq", True)])
+@pytest.mark.parametrize(("method", "together"), [("gptaq", False), pytest.param("gptq", True, marks=pytest.mark.slow)])
 def test_statistics_beyond_the_budget_take_several_passes(method, together, tmp_path, monkeypatch):
     settings = {"method": method, "grid": "minmax", "true_sequential": not together, "two_sided": together}
     one = quantize(build("qwen3_moe", num_hidden_layers=1), tmp_path / "one", **settings).report.modules
@@ -268,7 +268,8 @@ def test_calibration_comes_as_a_dictionary_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "bad"), [("mistral", 0), pytest.param("mistral", 4, marks=pytest.mark.slow), ("mixtral", 4)]
+    ("name", "bad"),
+    [("mistral", 0), *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("mistral", "mixtral"))],
 )
 def test_samples_with_non_finite_activations_stop_the_run_or_are_left_out(name, bad, tmp_path):
     model, ids, settings = overflowing(name), samples().input_ids.clamp(max=94), {"method": "gptaq", "grid": "minmax"}
@@ -307,7 +308,7 @@ def test_a_block_counts_that_only_some_samples_leave_without_overflow(tmp_path, 
     assert quantize(model, tmp_path / "out", Samples(ids), skip_nonfinite=True).report.excluded_samples == 1
 
 
-@pytest.mark.parametrize("shift", range(4))
+@pytest.mark.parametrize("shift", [0, 1, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 3))])
 def test_an_expert_that_gets_all_tokens_of_the_first_sample(shift, tmp_path):
     ids, model = samples(6, 24).input_ids.clone(), build("mixtral", num_experts_per_tok=1)
     ids[0] = ids[0, 0]

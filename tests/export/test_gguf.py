@@ -87,7 +87,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
+OTHER = ("Mistral", "Qwen2", "Qwen3", "Gemma2", "Mixtral")  # rows of the test of files alone
+
+
+@pytest.mark.parametrize("kind", [pytest.param(each, marks=[pytest.mark.slow] * (each in OTHER)) for each in MODELS])
 def test_architectures(tmp_path, kind):
     """Ours is read back to the bit by us, and to the same logits by transformers, where that knows the architecture."""
     model = build(kind, **{**NARROW, **MODELS[kind]})
