@@ -83,6 +83,8 @@ SLOW = (
     "qwen3_moe",
     "gemma3",
     "llama4",
+    "llava",
+    "mamba",
     "opt",
 )
 

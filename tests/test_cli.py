@@ -20,6 +20,7 @@ from gptqkit import cli, commands
 from gptqkit.errors import AbandonedError, CheckpointError, GptqkitError
 from gptqkit.run import Run
 from support.jobs import processes
+from support.models import build
 
 COMMANDS = {
     gptqkit.QuantizeConfig: ("quantize model out --calibration a.txt", "plan model"),
@@ -398,7 +399,10 @@ def command(words, output):
 
 def test_the_installed_command_from_a_model_to_another_format(example_model, small_text, tmp_path, capsys):
     """Results go to standard output, and to standard error nothing but lines of our own."""
-    text, out = tmp_path / "small.txt", tmp_path / "out"
+    model, text, out = tmp_path / "float", tmp_path / "small.txt", tmp_path / "out"
+    build("llama", vocab_size=4096, num_hidden_layers=1).save_pretrained(model)
+    for file in example_model.glob("*token*.json"):
+        shutil.copy(file, model)
     text.write_text(small_text, encoding="utf-8", newline="")
 
     def own(code, said):
@@ -412,9 +416,9 @@ def test_the_installed_command_from_a_model_to_another_format(example_model, sma
         return SimpleNamespace(stdout=(tmp_path / "printed").read_text(), stderr=ended.text)
 
     length = ("--sequence-length", 64, "--device", "cpu")
-    quick = ("--skip", "layers.[1-5].", "--override", "down_proj$:bits=8", "--learn-iterations", 2, "--quality", "fast")
+    how = ("--override", "down_proj$:bits=8", "--learn-iterations", 2, "--group-size", 32)
     texts = ("--calibration", text, "--samples", 2, "--evaluate-on", text)
-    words = ["quantize", example_model, out, *texts, *length, *quick]
+    words = ["quantize", model, out, *texts, *length, *how]
     done = run([str(Path(sys.executable).with_name("gptqkit")), *map(str, words)])
     own(done.returncode, done.stderr)
     assert sum(line.startswith("quantize: layer ") for line in done.stderr.splitlines()) == 1

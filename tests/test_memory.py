@@ -119,7 +119,9 @@ def measured(folder, config, *job):
         ),  # of two models
         pytest.param("float32", 8, 32, {"method": "gptaq", "float64": True}, {}, marks=pytest.mark.slow),  # the solver
         ("float32", 8, 32, {"method": "qep", "float64": True, "refine_rounds": 1}, {}),  # the solver's refinement
-        ("float32", 8, 32, {"method": "loaq", "two_sided": True, **PLAIN}, {}),  # part by part
+        pytest.param(
+            "float32", 8, 32, {"method": "loaq", "two_sided": True, **PLAIN}, {}, marks=pytest.mark.slow
+        ),  # parts
         ("qwen3_moe", 8, 64, {"method": "gptaq", **PLAIN}, {}),  # the statistics of all experts
         ("llama", 0, 64, {"method": "rtn"}, {}),
         pytest.param("llama", 16, 256, {"method": "rtn", "tune_epochs": 1}, {}, marks=pytest.mark.slow),

@@ -196,7 +196,10 @@ def stacked(folder):
     save(build("gpt_oss", num_hidden_layers=1).half(), folder)
 
 
-@pytest.mark.parametrize("make", [with_more, wider_than_said, never_called, stacked])
+@pytest.mark.parametrize(
+    "make",
+    [*(pytest.param(each, marks=pytest.mark.slow) for each in (with_more, wider_than_said)), never_called, stacked],
+)
 def test_a_size_counts_what_is_copied(make, tmp_path):
     make(tmp_path / "float")
 
