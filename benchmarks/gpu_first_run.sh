@@ -113,7 +113,7 @@ second)
 third)
     step quantizing 120 "$python" benchmarks/quantizing.py --out "$out"
     step model 220 "$python" benchmarks/model.py --out "$out" --batches 1 16 --minutes 3
-    tests 160 -m "gpu and not slow" tests/test_gpu.py tests/test_transformers.py tests/export/test_bits.py
+    tests 160 -m gpu tests/test_gpu.py tests/test_transformers.py tests/export/test_bits.py
     step solver 60 "$python" benchmarks/solver.py --repeats 2 --json "$out/solver-gpu.json"
     sanitizer=$(find_tool compute-sanitizer)
     for tool in memcheck racecheck; do

@@ -19,6 +19,8 @@ import gptqkit
 from gptqkit import cli, commands
 from gptqkit.errors import AbandonedError, CheckpointError, GptqkitError
 from gptqkit.run import Run
+from support.jobs import processes
+from support.models import build
 
 COMMANDS = {
     gptqkit.QuantizeConfig: ("quantize model out --calibration a.txt", "plan model"),
@@ -388,23 +390,37 @@ def test_help_loads_nothing_heavy_and_reads_as_it_is_typed():
     assert "in RAM (memory, and auto) or on disk" in text  # of imatrix, whose auto is RAM
 
 
+def command(words, output):
+    """Do what a command line says; what it prints goes to a file."""
+    with output.open("w") as sys.stdout:
+        code = cli.main(words)
+    sys.exit(code)
+
+
 def test_the_installed_command_from_a_model_to_another_format(example_model, small_text, tmp_path, capsys):
     """Results go to standard output, and to standard error nothing but lines of our own."""
-    text, out = tmp_path / "small.txt", tmp_path / "out"
+    model, text, out = tmp_path / "float", tmp_path / "small.txt", tmp_path / "out"
+    build("llama", vocab_size=4096, num_hidden_layers=1).save_pretrained(model)
+    for file in example_model.glob("*token*.json"):
+        shutil.copy(file, model)
     text.write_text(small_text, encoding="utf-8", newline="")
-    gptqkit_command = Path(sys.executable).with_name("gptqkit")
+
+    def own(code, said):
+        assert code == 0, said
+        stages = ("gptqkit: ", "measure: ", "quantize: layer ", "learn: layer ", "evaluate: ")
+        assert not [line for line in said.splitlines() if not line.startswith(stages)]
 
     def call(*words):
-        done = run([str(gptqkit_command), *map(str, words)])
-        assert done.returncode == 0, done.stderr
-        assert not [line for line in done.stderr.splitlines() if not line.startswith(("gptqkit: ", *stages))]
-        return done
+        [ended] = processes(command, [*map(str, words)], tmp_path / "printed", log=tmp_path / "said")
+        own(ended.code, ended.text)
+        return SimpleNamespace(stdout=(tmp_path / "printed").read_text(), stderr=ended.text)
 
-    stages = ("measure: ", "quantize: layer ", "learn: layer ", "evaluate: ")
     length = ("--sequence-length", 64, "--device", "cpu")
-    quick = ("--skip", "layers.[1-5].", "--override", "down_proj$:bits=8", "--learn-iterations", 2)
+    how = ("--override", "down_proj$:bits=8", "--learn-iterations", 2, "--group-size", 32)
     texts = ("--calibration", text, "--samples", 2, "--evaluate-on", text)
-    done = call("quantize", example_model, out, *texts, *length, *quick)
+    words = ["quantize", model, out, *texts, *length, *how]
+    done = run([str(Path(sys.executable).with_name("gptqkit")), *map(str, words)])
+    own(done.returncode, done.stderr)
     assert sum(line.startswith("quantize: layer ") for line in done.stderr.splitlines()) == 1
     assert done.stdout.endswith(f"written to {out}\n")
     assert "quantize:" not in done.stdout

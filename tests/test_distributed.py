@@ -108,7 +108,9 @@ def lost(models, ids, out):
         out.write_text(json.dumps({name: [each.loss for each in found[name]] for name in found}))
 
 
-@pytest.mark.parametrize(("count", "bad"), [(4, 2), (8, 5), (3, 0)])
+@pytest.mark.parametrize(
+    ("count", "bad"), [*(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, 2), (8, 5))), (3, 0)]
+)
 def test_losses_are_those_of_samples_that_count_whichever_process_has_them(job_models, count, bad, tmp_path):
     """The first process leaves out all of its samples, and the second perhaps one; or both have few."""
     ids = samples(count).input_ids.clamp_(max=94)

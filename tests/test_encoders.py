@@ -176,7 +176,10 @@ PADDING_THEMSELVES = {  # to a multiple of 16, and where their first Linear is
 }
 
 
-@pytest.mark.parametrize(("length", "padded"), [(46, False), (46, True), (48, True)])
+@pytest.mark.parametrize(
+    ("length", "padded"),
+    [pytest.param(46, False, marks=pytest.mark.slow), (46, True), pytest.param(48, True, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", PADDING_THEMSELVES)
 def test_what_a_model_adds_as_padding_of_its_own_does_not_count(name, length, padded, tmp_path):
     """By what its first Linear receives in whole forward passes, samples second, at the places of tokens."""

@@ -94,7 +94,21 @@ def gates_of(experts, number, disturbed):
 
 
 @pytest.mark.parametrize(
-    ("name", "padded"), [*itertools.product(("llama", "gpt2", "qwen3"), (False, True)), ("gemma4", True)]
+    ("name", "padded"),
+    [
+        ("llama", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("llama", True),
+                ("gpt2", False),
+                ("gpt2", True),
+                ("qwen3", False),
+                ("qwen3", True),
+                ("gemma4", True),
+            )
+        ),
+    ],
 )
 def test_errors_weigh_what_they_change_of_predictions(tmp_path, name, padded):
     model = uneven(name)
@@ -148,16 +162,25 @@ def test_of_an_encoder_decoder_it_is_the_decoder(tmp_path):
 
 
 LINEARS = [
-    ("llama", "mlp.down_proj"),
-    ("llama", "self_attn.v_proj"),
-    ("gpt2", "attn.c_proj"),
-    ("gemma4", "self_attn.o_proj"),
-    ("mixtral", "mlp.experts.2.gate_proj"),
+    ("llama", "self_attn.v_proj", False),
+    ("gpt2", "attn.c_proj", True),
+    ("mixtral", "mlp.experts.2.gate_proj", False),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("llama", "self_attn.v_proj", True),
+            ("llama", "mlp.down_proj", False),
+            ("llama", "mlp.down_proj", True),
+            ("gpt2", "attn.c_proj", False),
+            ("gemma4", "self_attn.o_proj", False),
+            ("gemma4", "self_attn.o_proj", True),
+            ("mixtral", "mlp.experts.2.gate_proj", True),
+        )
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "inner"), LINEARS)
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("name", "inner", "padded"), LINEARS)
 def test_errors_of_linears_weigh_what_they_change_of_predictions(tmp_path, name, inner, padded):
     """Against the divergence that errors along the directions that matter most and least cause, in the whole model."""
     experts = name == "mixtral"  # of one block: no other router may take another way
@@ -279,7 +302,7 @@ def test_what_predicts_nothing_or_does_not_fit_is_not_known(tmp_path, monkeypatc
     assert "do not fit into memory" in caplog.text
 
 
-@pytest.mark.parametrize("held", [2, 3])
+@pytest.mark.parametrize("held", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_no_more_of_what_outputs_of_experts_weigh_is_known_at_once_than_the_limit(tmp_path, held, monkeypatch):
     """Also where the statistics of all their inputs are known together; those that are solved together need two."""
     side, alive, most = 4 * 96 * 96, weakref.WeakSet(), []
@@ -292,7 +315,7 @@ def test_no_more_of_what_outputs_of_experts_weigh_is_known_at_once_than_the_limi
 
     monkeypatch.setattr("gptqkit.fisher.pull_back", counted)
     monkeypatch.setattr("gptqkit.fisher.STATISTICS_BYTES", held * side)
-    quantize(uneven("mixtral", num_hidden_layers=1), tmp_path / "out", samples(SAMPLES, 48), two_sided=True)
+    quantize(uneven("mixtral", num_hidden_layers=1), tmp_path / "out", samples(8), grid="minmax", two_sided=True)
     assert len(most) > 8 / held
     assert max(most) <= held * side
 
@@ -312,7 +335,7 @@ def test_gradients_are_gone_when_scales_are_tuned(tmp_path, monkeypatch):
 
     monkeypatch.setattr("gptqkit.pipeline.measure_fisher", counted)
     monkeypatch.setattr("gptqkit.pipeline.tune", looked)
-    quantize(build("llama"), tmp_path / "out", samples(8), two_sided=True, tune_epochs=1)
+    quantize(build("llama"), tmp_path / "out", grid="minmax", two_sided=True, tune_epochs=1)
     assert left == [0]
 
 
@@ -320,15 +343,15 @@ def test_gradients_are_gone_when_scales_are_tuned(tmp_path, monkeypatch):
     ("name", "settings", "limit"),
     [
         ("llama", {}, None),
-        ("llama", {}, 1),  # byte: each Linear by itself
-        ("mixtral", {"overrides": {"self_attn": {"skip": True}}}, None),
+        pytest.param("llama", {}, 1, marks=pytest.mark.slow),  # byte: each Linear by itself
+        pytest.param("mixtral", {"overrides": {"self_attn": {"skip": True}}}, None, marks=pytest.mark.slow),
     ],
 )
 def test_predictions_of_the_checkpoint_come_nearer_to_the_float_model(tmp_path, name, settings, limit, monkeypatch):
     """With rows whose errors move onto one another, than without; also where only experts are quantized."""
     if limit is not None:
         monkeypatch.setattr("gptqkit.fisher.STATISTICS_BYTES", limit)
-    model, tokens, found = uneven(name), samples(SAMPLES, 48), []
+    model, tokens, found = uneven(name, num_hidden_layers=1), samples(SAMPLES, 48), []
     expected = outputs(model, samples(8, 48)).log_softmax(-1)
     for two_sided in (False, True):
         out = tmp_path / str(two_sided)

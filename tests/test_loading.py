@@ -2,7 +2,9 @@
 
 import json
 import logging
+import shutil
 import threading
+from functools import cache
 
 import pytest
 import torch
@@ -146,6 +148,17 @@ def test_dtypes(checkpoint):
 MIXTURE = "model.layers.1.mlp.experts.2.up_proj."
 
 
+@pytest.fixture(scope="module")
+def float32(tmp_path_factory):
+    """The checkpoint of a model in float32, made once."""
+
+    @cache
+    def make(name):
+        return quantize(build(name), tmp_path_factory.mktemp(name) / "q", method="rtn").path
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("name", "removed", "added", "config", "message"),
     [
@@ -162,8 +175,8 @@ MIXTURE = "model.layers.1.mlp.experts.2.up_proj."
         ("mixtral", None, {}, {"intermediate_size": 128}, r"experts\.\d\.w\d stands for (96 x 64|64 x 96)"),
     ],
 )
-def test_what_does_not_fit_the_model_is_named(name, removed, added, config, message, tmp_path):
-    path = quantize(build(name), tmp_path / "q", method="rtn").path
+def test_what_does_not_fit_the_model_is_named(name, removed, added, config, message, float32, tmp_path):
+    path = shutil.copytree(float32(name), tmp_path / "q")
 
     def change(tensors):
         for each in [each for each in tensors if removed is not None and each.startswith(removed)]:

@@ -50,6 +50,9 @@ MODELS = {
     "qwen3_moe": qwen3_moe,
 }
 
+BALANCED = {"quality": "balanced", "two_sided": True}
+PLAIN = {"grid": "minmax", "refine_rounds": 0}
+
 
 def save(config, folder):
     torch.manual_seed(0)
@@ -111,17 +114,21 @@ def measured(folder, config, *job):
     ("name", "samples", "length", "config", "how"),
     [
         ("llama", 16, 256, {}, {}),  # its height is a forward pass
-        ("llama", 16, 256, {"quality": "balanced", "two_sided": True, "learn_iterations": 2}, {}),  # of two models
-        ("float32", 8, 32, {"method": "gptaq", "float64": True}, {}),  # the solver
-        ("float32", 8, 32, {"method": "qep", "float64": True, "refine_rounds": 1}, {}),  # its refinement
-        ("float32", 8, 32, {"method": "loaq", "two_sided": True}, {}),  # part by part
-        ("qwen3_moe", 8, 64, {"method": "gptaq"}, {}),  # the statistics of all experts
+        pytest.param(
+            "llama", 16, 256, {"learn_iterations": 2, **BALANCED}, {}, marks=pytest.mark.slow
+        ),  # of two models
+        pytest.param("float32", 8, 32, {"method": "gptaq", "float64": True}, {}, marks=pytest.mark.slow),  # the solver
+        ("float32", 8, 32, {"method": "qep", "float64": True, "refine_rounds": 1}, {}),  # the solver's refinement
+        pytest.param(
+            "float32", 8, 32, {"method": "loaq", "two_sided": True, **PLAIN}, {}, marks=pytest.mark.slow
+        ),  # parts
+        ("qwen3_moe", 8, 64, {"method": "gptaq", **PLAIN}, {}),  # the statistics of all experts
         ("llama", 0, 64, {"method": "rtn"}, {}),
-        ("llama", 16, 256, {"method": "rtn", "tune_epochs": 1}, {}),
+        pytest.param("llama", 16, 256, {"method": "rtn", "tune_epochs": 1}, {}, marks=pytest.mark.slow),
         pytest.param("llama", 16, 64, {"bits": 2, "target_bits": 4.5}, {}, marks=pytest.mark.slow),
         pytest.param("mixtral", 8, 64, {"learn_iterations": 1, "refine_rounds": 0}, {}, marks=pytest.mark.slow),
         pytest.param("mixtral", 8, 64, {"two_sided": True}, {}, marks=pytest.mark.slow),  # what weighs outputs
-        pytest.param("mixtral", 16, 256, {"method": "rtn", "tune_epochs": 1}, {}, marks=pytest.mark.slow),
+        pytest.param("mixtral", 8, 64, {"method": "rtn", "tune_epochs": 1}, {}, marks=pytest.mark.slow),
         pytest.param("float32", 0, 64, {"method": "rtn"}, {}, marks=pytest.mark.slow),
         pytest.param("mixtral", 8, 64, {}, {}, marks=pytest.mark.slow),
         pytest.param("llama", 64, 64, {"method": "gptaq"}, {"batch_size": 2}, marks=pytest.mark.slow),
@@ -160,6 +167,7 @@ def test_hidden_states_that_nothing_resumes_from_do_not_pile_up_on_disk(tmp_path
 
     run, calibration = {"device": "cpu", "activations": "disk"}, gptqkit.Calibration(samples().input_ids)
     config = {"method": "rtn", "group_size": 32, "target_bits": 5.0}
+    config["overrides"] = {"self_attn": {"bits": 4}}  # what remains to be chosen is enough
     gptqkit.quantize(tmp_path / "model", calibration, tmp_path / "out", config, run=run, progress=look)
     gptqkit.imatrix(tmp_path / "model", calibration, tmp_path / "imatrix.gguf", run=run, progress=look)
     assert [len(each) for each in counts.values()] == [4, 28]

@@ -12,7 +12,16 @@ from support.jobs import contents
 from support.models import build, samples, save
 
 SETTINGS = gptqkit.QuantizeConfig(
-    method="qep", bits=3, group_size=32, sym=False, learn_iterations=2, two_sided=True, tune_epochs=1, target_bits=3.5
+    method="qep",
+    grid="minmax",
+    refine_rounds=1,
+    bits=3,
+    group_size=32,
+    sym=False,
+    learn_iterations=2,
+    two_sided=True,
+    tune_epochs=1,
+    target_bits=3.5,
 )
 
 
@@ -84,11 +93,13 @@ def same(one, other):
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain")
-    save(build("llama"), folder / "model")
+    save(build("llama", num_hidden_layers=1), folder / "model")
     return folder / "model", everything(folder / "model", folder)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(each, marks=[pytest.mark.slow] * (each == "inference in bfloat16")) for each in MODES]
+)
 def test_modes_of_the_caller_change_nothing(mode, expected, tmp_path):
     source, plain = expected
     with ExitStack() as modes:
@@ -99,6 +110,7 @@ def test_modes_of_the_caller_change_nothing(mode, expected, tmp_path):
         assert same(found[what], value), what
 
 
+@pytest.mark.slow
 def test_a_default_device_that_was_there_before_the_package(expected, tmp_path):
     source, _ = expected
     code = (

@@ -119,7 +119,7 @@ def test_the_page_of_a_quantized_model_shows_its_numbers(example_model, small_te
     text, out, page = tmp_path / "small.txt", tmp_path / "out", tmp_path / "page.html"
     text.write_text(small_text[:800], encoding="utf-8", newline="")
     command = ["quantize", str(example_model), str(out), "--calibration", str(text), "--samples", "2", "--skip"]
-    how = ["--sequence-length", "64", "--device", "cpu", "--evaluate-on", str(text), "--bits", "2"]
+    how = ["--sequence-length", "64", "--device", "cpu", "--evaluate-on", str(text), "--bits", "2", "--quality", "fast"]
     assert cli.main([*command, "layers.[1-5].", *how]) == 0
     assert cli.main(["report", str(out), "--html", str(page)]) == 0
     assert capsys.readouterr().out.endswith(f"written to {page}\n")

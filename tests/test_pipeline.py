@@ -61,7 +61,7 @@ ADDED_TO = {"self_attn.o_proj": "", "mlp.down_proj": ".post_attention_layernorm"
 
 def test_the_fewer_tokens_calibrate_a_layer_the_more_it_is_damped(tmp_path):
     """Experts by the tokens that are routed to them, filled up to one per column."""
-    report = quantize(build("mixtral"), tmp_path / "out", samples(64), damp_percent=None).report
+    report = quantize(build("mixtral"), tmp_path / "out", samples(16), grid="minmax", damp_percent=None).report
     for module in report.modules:
         tokens = module.tokens + module.prior_tokens
         assert module.damp_percent == pytest.approx(0.01 + min(1.0, module.shape[1] / tokens) ** 0.5)
@@ -71,11 +71,11 @@ def test_the_fewer_tokens_calibrate_a_layer_the_more_it_is_damped(tmp_path):
 @pytest.mark.parametrize(
     ("method", "true_sequential", "padded"),
     [
-        ("gptq", True, True),
         ("gptq", False, False),
         ("gptaq", True, False),
-        ("gptaq", False, True),
         ("loaq", True, True),
+        pytest.param("gptq", True, True, marks=pytest.mark.slow),
+        pytest.param("gptaq", False, True, marks=pytest.mark.slow),
     ],
 )
 def test_each_module_is_solved_on_the_inputs_of_the_quantized_model(method, true_sequential, padded, tmp_path):
@@ -83,6 +83,7 @@ def test_each_module_is_solved_on_the_inputs_of_the_quantized_model(method, true
     config = gptqkit.QuantizeConfig(group_size=32, sym=False, method=method)
     overrides = {r"layers\.1.*k_proj": SKIP, r"layers\.1.*q_proj": gptqkit.ModuleOverride(bits=3, group_size=-1)}
     chosen = {"method": method, "true_sequential": true_sequential, "overrides": overrides, "lm_head": True}
+    chosen["refine_rounds"] = config.refine_rounds
     report = quantize(model, tmp_path / "out", tokens, **chosen).report
     reports = {each.name: each for each in report.modules}
     solved = weights(tmp_path / "out")
@@ -142,12 +143,16 @@ def test_what_refinement_leaves_of_the_loss_is_told(tmp_path):
         assert after.refined < 0.98
 
 
-@pytest.mark.parametrize(("name", "method", "padded"), [("mixtral", "gptq", True), ("gpt_oss", "gptaq", False)])
+STACKED = pytest.param("gpt_oss", "gptaq", False, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "method", "padded"), [("mixtral", "gptq", True), STACKED])
 def test_every_expert_is_solved_on_the_tokens_routed_to_it(name, method, padded, tmp_path):
     """A loop over tokens in the model whose attention is quantized already; few are filled up with what all receive."""
     tokens, config = samples(padded=padded), gptqkit.QuantizeConfig(group_size=32, sym=False, method=method)
     source = save(build(name), tmp_path / "model")
-    result = quantize(tmp_path / "model", tmp_path / "out", tokens, method=method)
+    how = {"method": method, "refine_rounds": config.refine_rounds}
+    result = quantize(tmp_path / "model", tmp_path / "out", tokens, **how)
     reports, solved = {each.name: each for each in result.report.modules}, weights(tmp_path / "out")
     quantized, original = build(name), build(name)
     for part in "qkvo":
@@ -194,9 +199,9 @@ def test_every_expert_is_solved_on_the_tokens_routed_to_it(name, method, padded,
     assert any(report.prior_tokens for report in reports.values())
 
 
-@pytest.mark.parametrize(("method", "together"), [("gptaq", False), ("gptq", True)])
+@pytest.mark.parametrize(("method", "together"), [("gptaq", False), pytest.param("gptq", True, marks=pytest.mark.slow)])
 def test_statistics_beyond_the_budget_take_several_passes(method, together, tmp_path, monkeypatch):
-    settings = {"method": method, "true_sequential": not together, "two_sided": together}
+    settings = {"method": method, "grid": "minmax", "true_sequential": not together, "two_sided": together}
     one = quantize(build("qwen3_moe", num_hidden_layers=1), tmp_path / "one", **settings).report.modules
     monkeypatch.setattr(subsets, "STATISTICS_BYTES", 1 if method == "gptq" else 64 * 64 * 16)
     make, live, most = Streams._statistics, weakref.WeakSet(), []
@@ -221,14 +226,15 @@ def test_places_of_hidden_states_repetitions_and_folders_give_the_same_files(tmp
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     save(model, tmp_path / "model")
     steps = []
+    settings = {"method": "gptaq", "grid": "minmax"}
     for place in ("device", "memory", "disk"):
         source = model if place == "disk" else tmp_path / "model"
-        quantize(source, tmp_path / place, method="gptaq", run={"activations": place}, progress=steps.append)
+        quantize(source, tmp_path / place, **settings, run={"activations": place}, progress=steps.append)
     files = [(tmp_path / place / "model.safetensors").read_bytes() for place in ("device", "memory", "disk")]
     assert files[0] == files[1] == files[2]
     assert model.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    quantize(model.float(), tmp_path / "float32", method="gptaq")  # on a CPU everything is computed in float32
+    quantize(model.float(), tmp_path / "float32", **settings)  # on a CPU everything is computed in float32
     expected, found = weights(tmp_path / "float32"), weights(tmp_path / "disk")
     assert all(torch.equal(found[name].codes, expected[name].codes) for name in expected)
     assert [step.done for step in steps] == [*range(1, 15)] * 3
@@ -261,23 +267,26 @@ def test_calibration_comes_as_a_dictionary_too(tmp_path):
             gptqkit.quantize(model, settings, tmp_path / "out", progress=progress)
 
 
-@pytest.mark.parametrize(("name", "bad"), [("mistral", 0), ("mistral", 4), ("mixtral", 4)])
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [("mistral", 0), *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("mistral", "mixtral"))],
+)
 def test_samples_with_non_finite_activations_stop_the_run_or_are_left_out(name, bad, tmp_path):
-    model, ids = overflowing(name), samples().input_ids.clamp(max=94)
+    model, ids, settings = overflowing(name), samples().input_ids.clamp(max=94), {"method": "gptaq", "grid": "minmax"}
     kept = Samples(torch.cat([ids[:bad], ids[bad + 1 :]]))
     ids[bad, 3] = 95
     with pytest.raises(NonFiniteError, match=f"layers.0.self_attn.q_proj, block 0, calibration sample {bad}"):
         quantize(model, tmp_path / "out", Samples(ids))
-    report = quantize(model, tmp_path / "out", Samples(ids), skip_nonfinite=True, method="gptaq").report
+    report = quantize(model, tmp_path / "out", Samples(ids), skip_nonfinite=True, **settings).report
     assert (report.excluded_samples, report.tokens) == (1, 5 * 24)
-    quantize(model, tmp_path / "without", kept, method="gptaq")
+    quantize(model, tmp_path / "without", kept, **settings)
     expected, found = weights(tmp_path / "without"), weights(tmp_path / "out")
     assert max(share_that_differs(expected[each], found[each]) for each in expected) < 0.1  # with the sample, over 0.24
 
 
 def test_where_outputs_are_added_is_seen_in_a_sample_that_counts(tmp_path):
     """Also in the block in which the first one overflows."""
-    ids, settings = samples().input_ids.clamp(max=94), {"method": "loaq", "run": {"batch_size": 6}}
+    ids, settings = samples().input_ids.clamp(max=94), {"method": "loaq", "grid": "minmax", "run": {"batch_size": 6}}
     ids[0, 2], found = 95, []
     for order in (ids, ids.roll(-1, 0)):
         quantize(overflowing("qwen2"), tmp_path / "out", Samples(order), skip_nonfinite=True, **settings)
@@ -299,23 +308,26 @@ def test_a_block_counts_that_only_some_samples_leave_without_overflow(tmp_path, 
     assert quantize(model, tmp_path / "out", Samples(ids), skip_nonfinite=True).report.excluded_samples == 1
 
 
-@pytest.mark.parametrize("shift", range(4))
+@pytest.mark.parametrize("shift", [0, 1, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 3))])
 def test_an_expert_that_gets_all_tokens_of_the_first_sample(shift, tmp_path):
     ids, model = samples(6, 24).input_ids.clone(), build("mixtral", num_experts_per_tok=1)
     ids[0] = ids[0, 0]
     router = model.model.layers[0].mlp.gate.weight
     assert len(router) == 4  # so that each of its experts is the one once
     router.data[:] = router.data.roll(shift, 0)
-    assert not quantize(model, tmp_path / "out", Samples(ids), method="loaq").report.left_in_float
+    found = quantize(model, tmp_path / "out", Samples(ids), method="loaq", grid="minmax").report
+    assert not found.left_in_float
 
 
-@pytest.mark.parametrize("quality", ["fast", "balanced"])
-def test_an_embedding_that_is_stored_as_the_output_layer(quality, tmp_path):
-    tensors = save(build("llama"), tmp_path / "float")
-    quantize(tmp_path / "float", tmp_path / "expected", quality=quality)
+@pytest.mark.parametrize("two_sided", [False, True])
+def test_an_embedding_that_is_stored_as_the_output_layer(two_sided, tmp_path):
+    """Whose gradients `two_sided` asks for."""
+    settings = {"two_sided": two_sided, "grid": "minmax"}
+    tensors = save(build("llama", num_hidden_layers=1), tmp_path / "float")
+    quantize(tmp_path / "float", tmp_path / "expected", **settings)
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     save_file(tensors, tmp_path / "float/model.safetensors", {"format": "pt"})
-    quantize(tmp_path / "float", tmp_path / "out", quality=quality)
+    quantize(tmp_path / "float", tmp_path / "out", **settings)
     expected, found = weights(tmp_path / "expected"), weights(tmp_path / "out")
     assert all(torch.equal(expected[each].codes, found[each].codes) for each in expected)
 
@@ -331,13 +343,13 @@ def test_blocks_may_write_into_what_enters_them(tmp_path, monkeypatch):
     found = []
     for apart in (True, False):
         monkeypatch.setattr(Qwen2DecoderLayer, "forward", partialmethod(forward, apart=apart))
-        quantize(build("qwen2"), tmp_path / str(apart))
+        quantize(build("qwen2"), tmp_path / str(apart), grid="minmax")
         found.append(weights(tmp_path / str(apart)))
     assert all(torch.equal(found[0][each].codes, found[1][each].codes) for each in found[0])
 
 
 def test_an_encoder_may_see_one_token(tmp_path):
-    assert not quantize(build("t5"), tmp_path / "out", samples(3, 2)).report.left_in_float
+    assert not quantize(build("t5"), tmp_path / "out", samples(3, 2), grid="minmax").report.left_in_float
 
 
 def test_leaving_out_stops_where_no_sample_is_left(tmp_path):

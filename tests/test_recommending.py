@@ -27,7 +27,7 @@ def choices(model, reader, **how):
     ("reader", "key"),
     [
         ("vllm", (4, 128)),
-        ("llama.cpp", "Q4_K_M"),
+        pytest.param("llama.cpp", "Q4_K_M", marks=pytest.mark.slow),
         *(pytest.param("transformers", (bits, 32), marks=pytest.mark.slow) for bits in (4, 3, 2)),
         *(pytest.param("autogptq", (bits, 128), marks=pytest.mark.slow) for bits in (8, 3)),
         *(pytest.param("llama.cpp", name, marks=pytest.mark.slow) for name in ("Q8_0", "Q5_K_S", "Q3_K_L", "Q2_K")),

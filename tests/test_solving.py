@@ -1,6 +1,7 @@
 """Linears solved by several processes together are those of one; here, processes are threads that take turns."""
 
 import dataclasses
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -83,8 +84,17 @@ def problem(config):
     return [Measured(targets[:-1], found[0]), Measured(targets[-1:], found[1])], weights
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("method", ["rtn", "gptq", "gptaq"])
+FAST = [
+    ("gptq", "natural"),
+    ("gptq", "act_group_aware"),
+    ("gptq", "per_row"),
+    ("rtn", "act_group_aware"),
+    ("gptaq", "desc_act"),
+]
+SLOW = [pair for pair in itertools.product(("rtn", "gptq", "gptaq"), ORDERS) if pair not in FAST]
+
+
+@pytest.mark.parametrize(("method", "order"), [*FAST, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)])
 def test_any_number_of_processes_solves_alike(method, order):
     """One, two and four: whole Linears in turn, and shared rows where fewer Linears than processes are left."""
     config = QuantizeConfig(bits=3, sym=False, method=method, **{"group_size": 16, **ORDERS[order]})
@@ -105,7 +115,7 @@ def test_any_number_of_processes_solves_alike(method, order):
                     assert getattr(ours.solution, fact) == getattr(theirs.solution, fact)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [3, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2, 4))])
 def test_linears_whose_outputs_weigh_together_are_those_that_each_is_alone(size):
     """Those that share an input are solved as one weight, unless settings differ, and divided among processes."""
     config = QuantizeConfig(bits=3, sym=False, method="gptq", group_size=16, two_sided=True)

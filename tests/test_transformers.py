@@ -95,7 +95,10 @@ def assert_same_tensors(path, other):
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("3 bits, head", "experts, some float", "encoder", "compressed, experts")
+
+
+@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in CASES])
 def test_a_loaded_model_is_saved_as_it_was(case, checkpoints, tmp_path):
     path = checkpoints(case)
     model = load(path, backend="torch" if case == "act-order" else "auto")

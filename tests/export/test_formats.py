@@ -288,7 +288,7 @@ def test_plain_rounding_needs_no_index_in_whatever_order(tmp_path, settings):
 def test_what_marlin_cannot_hold_stays_in_floating_point(tmp_path):
     model = build("llama", hidden_size=256, intermediate_size=256, head_dim=64)
     model = type(model)(model.config).eval()
-    report = quantize(model, tmp_path / "out", format="marlin", sym=True, group_size=128).report
+    report = quantize(model, tmp_path / "out", grid="minmax", format="marlin", sym=True, group_size=128).report
     assert set(report.left_in_float) == {f"model.layers.{n}.self_attn.{p}_proj" for n in (0, 1) for p in "kv"}
     loaded, _ = gptqkit.load(tmp_path / "out", device="cpu")
     weights = {

@@ -39,7 +39,8 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("Q3_K_M", "Q5_1"
 def test_transformers_reads_the_file_as_we_read_the_folder(tmp_path, kind):
     save(build(), tmp_path / "float")
     more = {"learn_iterations": 3} if kind == "Q2_K" else {}  # moves codes, and leaves two-level scales alone
-    result = quantize(tmp_path / "float", tmp_path / "out", tokens(), type=kind, group_size=128, sym=True, **more)
+    settings = {"type": kind, "method": "rtn", "group_size": 128, "sym": True, **more}
+    result = quantize(tmp_path / "float", tmp_path / "out", tokens(2), **settings)
     assert not list((tmp_path / "out").glob("*.safetensors"))
     ours, own = gptqkit.load(tmp_path / "out", device="cpu", dtype="float32")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf")
@@ -86,7 +87,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
+OTHER = ("Mistral", "Qwen2", "Qwen3", "Gemma2", "Mixtral")  # rows of the test of files alone
+
+
+@pytest.mark.parametrize("kind", [pytest.param(each, marks=[pytest.mark.slow] * (each in OTHER)) for each in MODELS])
 def test_architectures(tmp_path, kind):
     """Ours is read back to the bit by us, and to the same logits by transformers, where that knows the architecture."""
     model = build(kind, **{**NARROW, **MODELS[kind]})
@@ -120,25 +124,35 @@ PHI = {"pad_token_id": 0, "vocab_size": 32064}  # transformers reads no other
     ("kind", "settings"),
     [
         ("Llama", {"rope_parameters": {**LLAMA3, "rope_theta": 1e4, "original_max_position_embeddings": 32}}),
-        ("Llama", {"rope_parameters": LINEAR}),
-        ("Qwen2", {"rope_parameters": YARN}),
-        ("Qwen3", {"head_dim": 32}),
+        pytest.param("Llama", {"rope_parameters": LINEAR}, marks=pytest.mark.slow),
+        pytest.param("Qwen2", {"rope_parameters": YARN}, marks=pytest.mark.slow),
+        pytest.param("Qwen3", {"head_dim": 32}, marks=pytest.mark.slow),
         ("Qwen3Moe", {"head_dim": 32, **ROUTED, "num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}),
         ("Mixtral", {**ROUTED, "num_local_experts": 4}),
         pytest.param("Phi3", {**PHI, "rope_parameters": HALF}, marks=pytest.mark.slow),
-        ("Gemma2", {**HEADS, **CAPS}),
+        pytest.param("Gemma2", {**HEADS, **CAPS}, marks=pytest.mark.slow),
         ("Gemma3Text", {**HEADS, "num_hidden_layers": 6, "rope_parameters": {"full_attention": LINEAR}}),
         ("Qwen2", {"rope_parameters": {**YARN, "attention_factor": 2.0}}),
-        ("Qwen2", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.3}}),
+        pytest.param(
+            "Qwen2", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.3}}, marks=pytest.mark.slow
+        ),
         ("Llama", {"rope_parameters": LONGROPE}),
-        ("Llama", {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 64, "attention_factor": 2.0}}),
+        pytest.param(
+            "Llama",
+            {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 64, "attention_factor": 2.0}},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "Phi3",
             {**PHI, "rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
             marks=pytest.mark.slow,
         ),
         ("Gemma2", {**HEADS, **CAPS, **MIXED}),
-        ("Gemma3Text", {**HEADS, **MIXED, "rope_local_base_freq": 50.0, "final_logit_softcapping": 0.5}),
+        pytest.param(
+            "Gemma3Text",
+            {**HEADS, **MIXED, "rope_local_base_freq": 50.0, "final_logit_softcapping": 0.5},
+            marks=pytest.mark.slow,
+        ),
         ("Gemma3Text", {**HEADS, **FULL, "rope_parameters": {"full_attention": {**YARN, "attention_factor": 2.0}}}),
     ],
     ids=[
@@ -303,7 +317,7 @@ def test_conversion_is_exact_and_goes_back(tmp_path):
 
 def test_chosen_bits_convert_too(tmp_path):
     save(build(**{**NARROW, "num_hidden_layers": 1}), tmp_path / "float")
-    quantize(tmp_path / "float", tmp_path / "gptq", tokens(), bits=4, sym=True, target_bits=5.5)
+    quantize(tmp_path / "float", tmp_path / "gptq", tokens(2), method="rtn", sym=True, target_bits=5.5)
     gptqkit.convert(tmp_path / "gptq", tmp_path / "gguf", format="gguf")
     before, after = (gptqkit.open_checkpoint(tmp_path / name) for name in ("gptq", "gguf"))
     assert len({spec.bits for spec in before.layers.values()}) > 1

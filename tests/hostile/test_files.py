@@ -225,7 +225,7 @@ def limited(folder, out, room):
     sys.exit(10 * codes[0] + codes[1])
 
 
-@pytest.mark.parametrize("room", [1 << 20, 160 << 20])
+@pytest.mark.parametrize("room", [pytest.param(1 << 20, marks=pytest.mark.slow), 160 << 20])
 def test_too_little_memory_is_one_line(build, tmp_path_factory, room):
     """Too little to map the file, and enough for that, but not to write it."""
     path = build({"lm_head.weight": torch.ones(32 << 20).half()})

@@ -264,7 +264,7 @@ def check(original, other, place, chance):
     return "refused" if loaded is None else "read"
 
 
-@pytest.mark.parametrize("count", [120, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(1500, marks=pytest.mark.slow)])
 def test_mutants(originals, tmp_path, count):
     handler = signal.signal(signal.SIGALRM, hang)
     wrong, seen = [], []

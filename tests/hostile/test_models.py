@@ -23,9 +23,17 @@ def model(tmp_path):
     return tmp_path / "model"
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A checkpoint for each test to damage a copy of."""
+    folder = tmp_path_factory.mktemp("whole")
+    save(build("llama", tie_word_embeddings=False), folder / "model")
+    return quantize(folder / "model", folder / "q", method="rtn").path
+
+
 @pytest.fixture
-def checkpoint(model, tmp_path):
-    return quantize(model, tmp_path / "q", method="rtn").path
+def checkpoint(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "q")
 
 
 def change(folder, tensors=None, **config):

@@ -92,9 +92,10 @@ def test_model(load, run, tmp_path):
     assert speeds == [(bits, {"1": 1.0, "3": 3.0}) for bits in (16, 4)]
 
 
+@pytest.mark.slow
 def test_quantizing(load, run, tmp_path):
     small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    run(load("quantizing", SIZES=small), "--samples", 2, "--length", 16, "--out", tmp_path)
+    run(load("quantizing", SIZES=small), "--blocks", 1, "--samples", 1, "--length", 16, "--out", tmp_path)
     qualities = json.loads((tmp_path / "quantizing.json").read_text())["qualities"]
     stages = {quality: set(row["stages"]) for quality, row in qualities.items()}
     assert stages["balanced"] - stages["fast"] == {"measure"}

@@ -146,9 +146,12 @@ def traffic_of(emulation, run):
     return emulation.traffic()
 
 
-@pytest.mark.parametrize("free", [False, True])
+ACCESSES = [(torch.float16, False), (torch.float16, True), (torch.bfloat16, False)]
+ACCESSES.append(pytest.param(torch.bfloat16, True, marks=pytest.mark.slow))
+
+
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "free"), ACCESSES)
 def test_accesses_have_no_bank_conflicts_fill_whole_sectors_and_move_no_more_than_y(emulation, bits, dtype, free):
     weight = make_weight(bits, 320, 384, 64)
     layer = emulation.linear(with_free_grids(weight) if free else weight, torch.zeros(320), dtype)

@@ -1,5 +1,7 @@
 """The fused sweep against its equations, the solver's own path and the textbook loop."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -89,8 +91,12 @@ def test_the_solver_on_the_kernel_finds_the_same(fused, monkeypatch, order, bits
     assert on_kernel.loss.sum() == pytest.approx(float(in_torch.loss.sum()), rel=1e-3)
 
 
-@pytest.mark.parametrize("order", ["natural", "act_group_aware", "desc_act+static"])
-@pytest.mark.parametrize("kind", ["q2_k", "q3_k", "q4_k", "q6_k", "q4_0", "q5_1"])
+KINDS = ("q2_k", "q3_k", "q4_k", "q6_k", "q4_0", "q5_1")
+GGUF = [*((kind, "natural") for kind in KINDS), ("q2_k", "act_group_aware"), ("q3_k", "desc_act+static")]
+SLOW = [pair for pair in product(KINDS, ("act_group_aware", "desc_act+static")) if pair not in GGUF]
+
+
+@pytest.mark.parametrize(("kind", "order"), [*GGUF, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)])
 def test_the_solver_on_the_kernel_finds_the_same_for_gguf(fused, monkeypatch, kind, order):
     """Whose offsets are no zero points, and whose scales may be negative: rounds of refinement, too."""
     weight, inputs = correlated(40, 256, 2000)

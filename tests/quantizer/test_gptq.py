@@ -86,13 +86,19 @@ def test_codes_equal_babais_nearest_plane():
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    ("group_size", "grid"), [(8, "mse"), (24, "mse"), (64, "mse"), (None, "mse"), (64, "sim"), (None, "sim")]
+    ("group_size", "grid"),
+    [
+        (24, "mse"),
+        (64, "mse"),
+        (None, "sim"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((8, "mse"), (None, "mse"), (64, "sim"))),
+    ],
 )
 def test_block_size_does_not_change_the_codes(order, group_size, grid):
     weight, inputs = correlated(16, 192, 1000)
     cross = 0.1 * correlated(192, 192, 1)[0]
     shared = config(group_size=group_size, grid=grid, method="gptaq", **ORDERS[order])
-    blocks = [dataclasses.replace(shared, block_size=size) for size in (1, 16, 50, 128, 1000)]
+    blocks = [dataclasses.replace(shared, block_size=size) for size in (1, 50, 128, 1000)]
     results = [solve_gptaq(weight, moments(inputs), cross, each).weight for each in blocks]
     for other in results[1:]:
         for part in ("codes", "scale", "offset"):
@@ -267,7 +273,7 @@ def test_gptaq_on_equal_streams_is_gptq_to_the_bit(float64):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", [2, *(pytest.param(each, marks=pytest.mark.slow) for each in (3, 4))])
 def test_gptq_beats_rounding_and_gptaq_beats_gptq_against_the_float_stream(order, bits):
     weight, float_inputs = correlated(64, 128, 4000)
     drift = torch.eye(128) + 0.2 * correlated(128, 128, 1, seed=1)[0] / 128**0.5

@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused():
     assert [QuantizeConfig(quality=each).two_sided for each in ("fast", "balanced", "best")] == [False, True, True]
 
 
-@pytest.mark.parametrize("more", [{}, {"method": "qep", "grid": "sim"}])
+@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.slow), {"method": "qep", "grid": "sim"}])
 def test_a_gpu_finds_the_same(gpu, more):
     weight, hessian, outputs = problem(3 * PARTS + 1)
     settings = config(float64=False, refine_rounds=1, **more)

@@ -30,10 +30,14 @@ MODELS = {
 }
 CASES = {  # model, settings, how it is run
     "gptq": ("mistral", {"desc_act": True}, {}),
-    "gptaq": ("mistral", {"method": "gptaq", "lm_head": True}, {"activations": "device"}),
+    "gptaq": (
+        "mistral",
+        {"method": "gptaq", "lm_head": True, "grid": "mse", "refine_rounds": 1},
+        {"activations": "device"},
+    ),
     "disk": ("mistral", {"method": "loaq", "true_sequential": False}, {"activations": "disk"}),
     "experts": ("mixtral", {"method": "gptaq", "format": "gptq"}, {"shard_size": 60000}),
-    "learned": ("mistral", {"learn_iterations": 3, "two_sided": True}, {"activations": "disk"}),
+    "learned": ("mistral", {"learn_iterations": 2, "two_sided": True}, {"activations": "disk"}),
     "padded": ("broken", {"skip_nonfinite": True}, {}),
     "rtn": ("mistral", {"method": "rtn", "lm_head": True}, {}),
     "two stacks": ("t5", {"method": "gptaq", "desc_act": True}, {"activations": "disk"}),
@@ -51,7 +55,7 @@ def quantize(models, case, out, *, progress=silent, settings=None, calibration=N
             calibration = gptqkit.Calibration(texts, samples=4, sequence_length=24, concatenate=False)
         else:
             calibration = None if case == "rtn" else gptqkit.Calibration(ids, sequence_length=24)
-    usual = {"quality": "fast", "bits": 3, "group_size": 32, "sym": False}
+    usual = {"quality": "fast", "bits": 3, "group_size": 32, "sym": False, "grid": "minmax", "refine_rounds": 0}
     config = gptqkit.QuantizeConfig(**usual | own | (settings or {}))
     return gptqkit.quantize(
         models / model if isinstance(models, Path) else models,

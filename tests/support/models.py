@@ -164,6 +164,8 @@ def build(name, **changes):
     config = {**MODELS, **MIXTURES, **OTHERS, **HANDING_ON, **TWO_STACKS}[name]()
     for key, value in changes.items():
         setattr(config, key, value)
+    if "num_hidden_layers" in changes and getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
     kind = CLASSES.get(name)
     model = (transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)).eval()
     with torch.no_grad():  # random initial weights are tiny; make the blocks matter, and biases and routers differ
@@ -183,9 +185,9 @@ def build(name, **changes):
     return model
 
 
-def overflowing(name):
+def overflowing(name, **changes):
     """A model in which token 95, and no other, overflows: it alone has a first channel, which is multiplied."""
-    model = build(name)
+    model = build(name, **changes)
     embedding = model.get_input_embeddings().weight.data
     embedding[:, 0] = 0
     embedding[95] = torch.eye(64)[0]

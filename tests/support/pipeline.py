@@ -25,7 +25,7 @@ def calibration(tokens):
 
 def quantize(model, out, tokens=None, *, run=None, progress=lambda _: None, **settings):
     """Quantize a model or a folder at small sizes; `settings` are those of the config."""
-    usual = {"quality": "fast", "damp_percent": 0.01, "group_size": 32, "sym": False}
+    usual = {"quality": "fast", "damp_percent": 0.01, "group_size": 32, "sym": False, "refine_rounds": 0}
     config = gptqkit.QuantizeConfig(**usual | settings)
     run = gptqkit.Run(**{"device": "cpu", "batch_size": 3, **(run or {})})
     source = calibration(samples() if tokens is None else tokens)

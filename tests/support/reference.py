@@ -26,8 +26,15 @@ def round_to(weight, scale, zero, max_code):
     return (torch.round(weight / scale) + zero).clamp(0, max_code)
 
 
+def first_of_inverse(hessian):
+    """The first row of the inverse."""
+    unit = torch.zeros(len(hessian), 1, dtype=hessian.dtype)
+    unit[0] = 1
+    return torch.cholesky_solve(unit, torch.linalg.cholesky(hessian))[:, 0]
+
+
 def textbook_gptq(weight, hessian, permutation, scale, zero, max_code, cross=None, alpha=0.25):
-    """GPTQ (GPTAQ with `cross`) that inverts the remaining Hessian again at every column.
+    """GPTQ (GPTAQ with `cross`) that factorizes the remaining Hessian again at every column.
 
     scale and zero are (rows, columns): the grid of every weight. Codes come back in the order of the columns.
     """
@@ -35,11 +42,11 @@ def textbook_gptq(weight, hessian, permutation, scale, zero, max_code, cross=Non
     codes = torch.empty_like(w)
     for position, column in enumerate(permutation.tolist()):
         rest = permutation[position:]
-        inverse = torch.linalg.inv(hessian[rest][:, rest])
+        first = first_of_inverse(hessian[rest][:, rest])
         now = w[:, column].clone()
         codes[:, column] = round_to(now, scale[:, column], zero[:, column], max_code)
         rounded = scale[:, column] * (codes[:, column] - zero[:, column])
-        w[:, rest] -= ((now - rounded) / inverse[0, 0])[:, None] * inverse[0]
+        w[:, rest] -= ((now - rounded) / first[0])[:, None] * first
         after = permutation[position + 1 :]
         if cross is not None and len(after):
             w[:, after] += alpha * now[:, None] * (cross[column, after] @ torch.linalg.inv(hessian[after][:, after]))
