@@ -28,15 +28,17 @@ def problem(**settings):
 
 
 class Rounded(torch.autograd.Function):
-    """round with the gradient of its argument."""
+    """The nearest code up to a last one, with the gradient of its argument where that rounds to a code."""
 
     @staticmethod
-    def forward(_, value):
-        return value.round()
+    def forward(context, value, top):
+        rounded = value.round()
+        context.inside = (rounded >= 0) & (rounded <= top)
+        return rounded.clamp(0, top)
 
     @staticmethod
-    def backward(_, gradient):
-        return gradient
+    def backward(context, gradient):
+        return gradient * context.inside, None
 
 
 @pytest.mark.parametrize("settings", [{"sym": False}, {"sym": True}, {"sym": False, "desc_act": True}], ids=str)
@@ -48,7 +50,7 @@ def test_steps_are_signs_of_the_gradients_of_rounded_latents(settings):
     move, stretch = torch.zeros(ROWS, COLUMNS, requires_grad=True), torch.zeros_like(its.scale, requires_grad=True)
     slope = 0
     for _ in range(3):
-        codes = Rounded.apply(position + move).clamp(0, 3)
+        codes = Rounded.apply(position + move, 3)
         value = (codes * its.scale[:, index] + its.offset[:, index]) * stretch.exp()[:, index]
         assert torch.allclose(moving.value(), value, rtol=1e-6, atol=1e-7)
         loss = (((value - weight) @ hessian) * (value - weight)).sum()
@@ -77,7 +79,7 @@ def test_codes_on_negative_scales_go_down_the_gradients_too(kind):
     assert 0.2 < float((its.scale < 0).float().mean()) < 0.8
     moving, move = LearnedWeight(solution, None), torch.zeros(ROWS, 256, requires_grad=True)
     position = (solution.latent - its.offset[:, index]) / its.scale[:, index]
-    codes = Rounded.apply(position + move).clamp(0, 2**its.bits - 1)
+    codes = Rounded.apply(position + move, 2**its.bits - 1)
     value = codes * its.scale[:, index] + its.offset[:, index]
     by_value = torch.autograd.grad((value - weight).pow(4).sum(), value, retain_graph=True)[0]
     (gradient,) = torch.autograd.grad((value - weight).pow(4).sum(), move)
