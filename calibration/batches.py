@@ -110,11 +110,13 @@ class Batches:
         flat = [stream.reshape(-1, stream.shape[-1]) for stream in streams]
         count = len(flat[0])
         stack = None if routed or tokens is not None else self.stack_of(count, len(batch))
-        if stack is None:
-            mask = self.of_states(batch, self._length(self.stack) + self.added[self.stack])
-        else:
+        if stack is not None:
             mask = self.of_states(batch, count // len(batch), stack)
             tokens = torch.arange(count, device=mask.device)
+        elif tokens is not None or routed:
+            mask = self.of_states(batch, self._length(self.stack) + self.added[self.stack])
+        else:  # no tokens, such as PEGASUS-X's global ones: padding of the model's own has no part in them
+            mask = self.of_states(batch, self._length(self.stack))
         if tokens is None:
             if not bool(mask.all()):
                 raise ArchitectureError(

@@ -322,13 +322,15 @@ def _compressed_rules(facts: Facts) -> Rules:
 def _gguf_rules(facts: Facts) -> Rules:
     model = facts.model_config
     rope = model.get("rope_parameters") or model.get("rope_scaling")
-    parts = [rope, *rope.values()] if isinstance(rope, dict) else []
-    kinds = [part.get("rope_type", part.get("type")) for part in parts if isinstance(part, dict)]
+    parts = [part for part in ([rope, *rope.values()] if isinstance(rope, dict) else []) if isinstance(part, dict)]
+    kinds = [part.get("rope_type", part.get("type")) for part in parts]
+    turned = next((part for part in (model, *parts) if part.get("partial_rotary_factor") not in (None, 1)), None)
     scaled = next((kind for kind in kinds if kind not in (None, "default")), None)
     return [
         (("GPTQModel", "SGLang"), True, "was not tried with gguf"),
         (("AutoGPTQ", "vLLM"), True, "reads no GGUF; quantize the float model for another format"),
         ((TRANSFORMERS,), scaled, f"leaves out rotary positions of the type {scaled} where it reads GGUF"),
+        ((TRANSFORMERS,), turned, "leaves out partial_rotary_factor where it reads GGUF"),
     ]
 
 

@@ -83,9 +83,13 @@ def tried(family, folder):
 
 def inputs_of(model, names, tokens):
     """What modules receive, (rows, in), as the samples go one by one and whole, without padding, through the model."""
-    seen = {name: [] for name in names}
+    seen, cut = {name: [] for name in names}, 0
+
+    def keep(given, rows):
+        rows.append(given[:, :cut] if given.shape[1:2] == (512,) else given)  # to which PEGASUS-X's encoder pads
+
     hooks = [
-        model.get_submodule(name).register_forward_pre_hook(lambda _, given, rows=rows: rows.append(given[0]))
+        model.get_submodule(name).register_forward_pre_hook(lambda _, given, rows=rows: keep(given[0], rows))
         for name, rows in seen.items()
     ]
     masks = tokens.input_ids > -1 if tokens.attention_mask is None else tokens.attention_mask

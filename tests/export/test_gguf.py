@@ -172,7 +172,7 @@ def test_the_file_alone_computes_what_the_folder_does(tmp_path, kind, settings):
         assert "llama.cpp" in named
         if "rope_parameters" in settings:  # which transformers leaves out, if it reads the file at all
             assert "transformers" not in named
-            if kind in ("Llama", "Qwen2"):
+            if kind in ("Llama", "Qwen2") or settings["rope_parameters"] is HALF:
                 theirs = transformers.AutoModelForCausalLM.from_pretrained(out, gguf_file="model.gguf")
                 assert float((theirs(ids).logits - folder(ids).logits).abs().max()) > 0.1
 
