@@ -65,19 +65,13 @@ def stop(kind=Stop):
 
 # Stopped jobs
 
-FAST = (
-    "disk",
-    "learned",
-    "two stacks",
-)  # with hidden states on disk, of one stack and of two, of one model and of both
+FAST = ("disk", "learned", "two stacks")  # hidden states on disk, of one stack and of two, of one model and of both
 
 
 @pytest.mark.parametrize(
     ("case", "save_seconds"),
     [
-        ("disk", 0),
-        ("learned", 0),
-        ("two stacks", 0),
+        *((case, 0) for case in FAST),
         ("gptaq", 3600),
         *(
             pytest.param(*case, marks=pytest.mark.slow)

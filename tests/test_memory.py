@@ -50,7 +50,6 @@ MODELS = {
     "qwen3_moe": qwen3_moe,
 }
 
-BALANCED = {"quality": "balanced", "two_sided": True}
 PLAIN = {"grid": "minmax", "refine_rounds": 0}
 
 
@@ -114,14 +113,12 @@ def measured(folder, config, *job):
     ("name", "samples", "length", "config", "how"),
     [
         ("llama", 16, 256, {}, {}),  # its height is a forward pass
-        pytest.param(
-            "llama", 16, 256, {"learn_iterations": 2, **BALANCED}, {}, marks=pytest.mark.slow
-        ),  # of two models
+        # of two models
+        pytest.param("llama", 16, 256, {"quality": "balanced", "learn_iterations": 2}, {}, marks=pytest.mark.slow),
         pytest.param("float32", 8, 32, {"method": "gptaq", "float64": True}, {}, marks=pytest.mark.slow),  # the solver
         ("float32", 8, 32, {"method": "qep", "float64": True, "refine_rounds": 1}, {}),  # the solver's refinement
-        pytest.param(
-            "float32", 8, 32, {"method": "loaq", "two_sided": True, **PLAIN}, {}, marks=pytest.mark.slow
-        ),  # parts
+        # part by part
+        pytest.param("float32", 8, 32, {"method": "loaq", "two_sided": True, **PLAIN}, {}, marks=pytest.mark.slow),
         ("qwen3_moe", 8, 64, {"method": "gptaq", **PLAIN}, {}),  # the statistics of all experts
         ("llama", 0, 64, {"method": "rtn"}, {}),
         pytest.param("llama", 16, 256, {"method": "rtn", "tune_epochs": 1}, {}, marks=pytest.mark.slow),

@@ -7,7 +7,7 @@ import torch
 
 from gptqkit.calibration.batches import Batches, in_pieces
 from gptqkit.calibration.samples import Samples
-from gptqkit.errors import NonFiniteError
+from gptqkit.errors import ArchitectureError, NonFiniteError
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -41,6 +41,24 @@ def test_what_stands_in_padding_is_not_looked_at(across):
     states[(0, 1) if across else (1, 0)] = math.nan  # the first token of the second
     with pytest.raises(NonFiniteError, match="here, calibration sample 1;"):
         batches.counted(range(3), [states], None, "here", routed=False, skip=False)
+
+
+def test_rows_that_are_no_tokens_count_where_no_token_is_padding():
+    """Such as PEGASUS-X's global ones: what its encoder adds behind the tokens is no padding of theirs."""
+    for mask in (None, torch.ones(3, 4, dtype=torch.bool).tril(1)):
+        samples = Samples(torch.ones(3, 4, dtype=torch.int64), mask)
+        batches = Batches(samples, [samples], range(3), 3, torch.device("cpu"))
+        batches.added = [4]
+        tokens, others = torch.randn(3, 8, 2), torch.randn(3, 5, 2)
+        found = batches.counted(range(3), [tokens], None, "here", routed=False, skip=False)[0]
+        assert found.equal(tokens[:, :4].flatten(0, 1) if mask is None else tokens[:, :4][mask])
+        if mask is None:
+            assert batches.counted(range(3), [others], None, "here", routed=False, skip=False)[0].equal(
+                others.flatten(0, 1)
+            )
+        else:
+            with pytest.raises(ArchitectureError, match="here receives 15 rows for 12 tokens, so padding"):
+                batches.counted(range(3), [others], None, "here", routed=False, skip=False)
 
 
 @pytest.mark.parametrize(
